@@ -1,0 +1,115 @@
+"""What must hold between the parts of a plan; one function a rule, one sentence a problem."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from zorse_ds.core.strict import listed, suggestion
+
+if TYPE_CHECKING:
+    from zorse_ds.core.plan import Plan
+
+
+def plan_problems(plan: "Plan") -> list[str]:
+    """Every contradiction between the parts of a plan whose parts are well-formed."""
+    rules = (_not_empty, _names, _ranks, _samples, _weights, _tiling, _hosts, _one_stage_a_group)
+    return [problem for rule in rules for problem in rule(plan)]
+
+
+def _not_empty(plan: "Plan") -> Iterator[str]:
+    if not plan.groups:
+        yield "groups is empty; expected at least one group of GPUs"
+    if not plan.stages:
+        yield "stages is empty; expected at least one stage"
+    for i, group in enumerate(plan.groups):
+        if not group.gpus:
+            yield f"groups[{i}].gpus is empty; expected at least one GPU"
+
+
+def _names(plan: "Plan") -> Iterator[str]:
+    first: dict[str, int] = {}
+    for i, group in enumerate(plan.groups):
+        if group.name in first:
+            yield (
+                f"groups[{i}].name is {group.name!r}, which groups[{first[group.name]}] has too; "
+                "expected a name of its own"
+            )
+        first.setdefault(group.name, i)
+
+
+def _ranks(plan: "Plan") -> Iterator[str]:
+    owner: dict[int, str] = {}
+    for i, group in enumerate(plan.groups):
+        for j, gpu in enumerate(group.gpus):
+            where = f"groups[{i}].gpus[{j}].rank"
+            if gpu.rank in owner:
+                yield f"{where} is {gpu.rank}, which {owner[gpu.rank]} is too; expected each rank once"
+            owner.setdefault(gpu.rank, where)
+    missing = sorted(set(range(len(owner))) - set(owner))
+    if missing:
+        extra = min(rank for rank in owner if rank >= len(owner))
+        yield (
+            f"{owner[extra]} is {extra}, but the plan names {len(owner)} ranks; expected 0 to "
+            f"{len(owner) - 1} each once, and rank {missing[0]} is missing"
+        )
+
+
+def _samples(plan: "Plan") -> Iterator[str]:
+    for i, group in enumerate(plan.groups):
+        found = sum(gpu.num_samples for gpu in group.gpus)
+        wanted = plan.global_batch_size
+        if found != wanted:
+            change = f"{wanted - found} more" if found < wanted else f"{found - wanted} fewer"
+            yield (
+                f"groups[{i}].gpus[*].micro_batches of group {group.name!r} sum to {found}, but "
+                f"global_batch_size is {wanted}; expected {change}"
+            )
+
+
+def _weights(plan: "Plan") -> Iterator[str]:
+    for i, group in enumerate(plan.groups):
+        if group.gpus and not any(gpu.shard_weight for gpu in group.gpus):
+            yield (
+                f"groups[{i}].gpus[*].shard_weight are all 0; expected at least one above 0, "
+                "for somebody must hold the state"
+            )
+
+
+def _tiling(plan: "Plan") -> Iterator[str]:
+    end = 0
+    for i, stage in enumerate(plan.stages):
+        start, stop = stage.layers
+        before = f"stages[{i - 1}] ends at {end}" if i else "the model starts at 0"
+        if start != end:
+            yield f"stages[{i}].layers is [{start}, {stop}], but {before}; expected [{end}, …]"
+        if stop <= start:
+            yield (
+                f"stages[{i}].layers is [{start}, {stop}], which holds no layer; expected at "
+                f"least [{start}, {start + 1}]"
+            )
+        end = max(end, stop)
+
+
+def _hosts(plan: "Plan") -> Iterator[str]:
+    names = [group.name for group in plan.groups]
+    for i, stage in enumerate(plan.stages):
+        if names and stage.group not in names:
+            yield (
+                f"stages[{i}].group is {stage.group!r}, which is no group; expected {listed(names)}"
+                f"{suggestion(stage.group, names)}"
+            )
+    used = {stage.group for stage in plan.stages}
+    for i, name in enumerate(names):
+        if name not in used:
+            yield f"groups[{i}] {name!r} hosts no stage; expected it in stages[*].group"
+
+
+def _one_stage_a_group(plan: "Plan") -> Iterator[str]:
+    if plan.schedule == "ministage":
+        return
+    for name, count in Counter(stage.group for stage in plan.stages).items():
+        if count > 1:
+            yield (
+                f"schedule is {plan.schedule!r}, but group {name!r} hosts {count} stages; expected "
+                "one stage a group, or schedule 'ministage'"
+            )

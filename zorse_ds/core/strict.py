@@ -1,0 +1,141 @@
+"""Strict parsing of hand-written JSON: pydantic's findings in the product's own sentences."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+
+class StrictModel(BaseModel):
+    """Frozen record without coercion, without unknown keys, without NaN."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
+    )
+
+
+def nearest(found: object, choices: Iterable[str]) -> str | None:
+    """The choice that looks most like `found`, or None when none comes close."""
+    matches = difflib.get_close_matches(str(found), list(choices), n=1, cutoff=0.5)
+    return matches[0] if matches else None
+
+
+def listed(choices: Sequence[object]) -> str:
+    """`'a', 'b' or 'c'`."""
+    words = [repr(choice) for choice in choices]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def suggestion(found: object, choices: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or nothing when no choice is near."""
+    near = nearest(found, choices)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def path_text(location: Sequence[int | str]) -> str:
+    """`("stages", 1, "layers")` as `stages[1].layers`."""
+    text = ""
+    for step in location:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text or "the file"
+
+
+def problems_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One sentence for every finding of pydantic: where, found, expected, nearest."""
+    return [_sentence(detail, model) for detail in error.errors(include_url=False)]
+
+
+def without_faults(
+    data: dict[str, Any], error: ValidationError, model: type[BaseModel]
+) -> dict[str, Any] | None:
+    """A copy of `data` without the entries that `error` complains of, or None if none is left.
+
+    It lets the checks that come after parsing speak too, so that all problems are told at once.
+    Entries of lists are kept (their position means something): then the answer is None.
+    """
+    copy: dict[str, Any] = _copied(data)
+    for detail in error.errors(include_url=False):
+        *parents, last = detail["loc"]
+        if detail["type"] == "missing" or not isinstance(last, str):
+            return None
+        holder: Any = copy
+        for step in parents:
+            holder = holder[step]
+        if not isinstance(holder, dict) or last not in holder:
+            return None
+        del holder[last]
+    try:
+        model.model_validate(copy)
+    except ValidationError:
+        return None
+    return copy
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    where = path_text([step for step in detail["loc"] if not str(step).startswith("function-")])
+    kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = _known_keys(model, detail["loc"][:-1])
+        near = suggestion(detail["loc"][-1], known)
+        return f"{where} is not a known key; expected one of {listed(known)}{near}"
+    if kind == "missing":
+        return f"{where} is missing; expected it beside {_shown(found)}"
+    if kind == "literal_error":
+        choices = [part.strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(", ")]
+        return f"{where} is {_shown(found)}; expected {context['expected']}{suggestion(found, choices)}"
+    return f"{where} is {_shown(found)}; expected {_expected(detail['msg'], kind, context)}"
+
+
+_EXPECTED_TYPES = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "an object {...}",
+    "model_type": "an object {...}",
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
+}
+
+
+def _expected(message: str, kind: str, context: dict[str, Any]) -> str:
+    if kind == "greater_than_equal":
+        return f"at least {context['ge']}"
+    if kind == "less_than_equal":
+        return f"at most {context['le']}"
+    if kind == "string_too_short":
+        return "a text that is not empty"
+    return _EXPECTED_TYPES.get(kind, message.removeprefix("Value error, "))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _known_keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    """The keys that the record at `location` may have."""
+    current: Any = model
+    for step in location:
+        if isinstance(step, str) and step in current.model_fields:
+            current = _record_in(current.model_fields[step].annotation) or current
+    return list(current.model_fields)
+
+
+def _record_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        found = _record_in(argument)
+        if found is not None:
+            return found
+    return None

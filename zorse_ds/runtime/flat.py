@@ -1,0 +1,90 @@
+"""Parameters and gradients of a stage as flat vectors, so that any rank can own any slice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zorse_ds.ranges import Range, consecutive
+
+
+@dataclass(frozen=True, slots=True)
+class NamedParameter:
+    """A parameter and the name it has in the whole model."""
+
+    name: str
+    parameter: Parameter
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What gradients accumulate and optimizers work in: at least float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class FlatParameters:
+    """Trainable parameters of one dtype, laid one behind the other.
+
+    After construction every `parameter.data` is a view of `data`, and while a step runs every
+    gradient goes into `grad` (in `master_dtype`), however many micro-batches contribute.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
+        self.names = tuple(named.name for named in parameters)
+        self.parameters = tuple(named.parameter for named in parameters)
+        self.windows = consecutive([parameter.numel() for parameter in self.parameters])
+        first = self.parameters[0]
+        self.data = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+        self.grad: Tensor | None = None
+        self._grad_dtype = master_dtype(first.dtype)
+        for parameter, window in zip(self.parameters, self.windows, strict=True):
+            parameter.data = self.data[window.as_slice()].view(parameter.shape)
+        if self._grad_dtype != first.dtype:
+            for i, parameter in enumerate(self.parameters):
+                parameter.register_post_accumulate_grad_hook(self._accumulator(i))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat vector."""
+        return self.data.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' own dtype."""
+        return self.data.dtype
+
+    def open_grads(self) -> None:
+        """Start a step: zeroed gradients, ready to be added to."""
+        if self.grad is None:
+            self.grad = torch.zeros(self.numel, dtype=self._grad_dtype, device=self.data.device)
+        else:
+            self.grad.zero_()
+        if self._grad_dtype == self.dtype:
+            for i, parameter in enumerate(self.parameters):
+                parameter.grad = self.grad_of(i)
+
+    def grad_of(self, index: int) -> Tensor:
+        """The accumulated gradient of one parameter, in its shape: a view."""
+        assert self.grad is not None, "gradients are open only while a step runs"
+        return self.grad[self.windows[index].as_slice()].view(self.parameters[index].shape)
+
+    def drop_grads(self) -> None:
+        """Free the whole gradient vector."""
+        self.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def window_of(self, name: str) -> Range:
+        """Where a parameter lies in the flat vector."""
+        return self.windows[self.names.index(name)]
+
+    def _accumulator(self, index: int):  # type: ignore[no-untyped-def]
+        """Add a low-precision gradient to the float32 sum as soon as autograd made it."""
+
+        def accumulate(parameter: Parameter) -> None:
+            if parameter.grad is not None and self.grad is not None:
+                self.grad_of(index).add_(parameter.grad)
+                parameter.grad = None
+
+        return accumulate

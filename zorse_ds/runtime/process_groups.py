@@ -1,0 +1,123 @@
+"""Collectives over one group of ranks, with uneven shards.
+
+`ProcessGroup` is what the runtime needs; `TorchProcessGroup` does it with `torch.distributed`.
+The order of every sum is fixed (ascending rank), so two runs give the same bits.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zorse_ds.core.shards import ShardLayout
+from zorse_ds.ranges import Range, apportion, consecutive
+
+ReduceOp = Literal["sum", "max"]
+BUCKET_NUMEL = 4 * 1024 * 1024
+"""Elements that a reduction holds at once beside its input: bounds its extra memory."""
+
+
+class ProcessGroup(Protocol):
+    """Ranks that communicate collectively; every method is called by all of them alike."""
+
+    @property
+    def rank(self) -> int:
+        """The own rank in the world."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the world, ascending."""
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
+        """Collective: replace `tensor` by the sum or maximum over the members."""
+
+    def gather_shards(self, flat: Tensor, layout: ShardLayout) -> None:
+        """Collective: fill `flat` (numel) so that every member has every member's shard."""
+
+    def reduce_shards(self, flat: Tensor, layout: ShardLayout) -> Tensor:
+        """Collective: the own shard of the sum of all members' `flat` (numel)."""
+
+
+class TorchProcessGroup:
+    """A `torch.distributed` process group (gloo or NCCL)."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], handle: dist.ProcessGroup | None) -> None:
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self._handle = handle
+        self._backend = dist.get_backend(handle) if rank in self.ranks else "none"
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
+        """See `ProcessGroup.all_reduce`."""
+        if len(self.ranks) > 1:
+            ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+            dist.all_reduce(tensor, op=ops[op], group=self._handle)
+
+    def gather_shards(self, flat: Tensor, layout: ShardLayout) -> None:
+        """See `ProcessGroup.gather_shards`.
+
+        Equal shards on NCCL take the single-tensor call. Otherwise one broadcast a shard into its
+        place, all under way at once: on gloo that moves the least bytes and was the quickest.
+        """
+        if len(self.ranks) == 1:
+            return
+        own = layout.of(self.rank)
+        if self._backend == "nccl" and len(set(layout.sizes)) == 1:
+            dist.all_gather_into_tensor(flat, flat[own.as_slice()].clone(), group=self._handle)
+            return
+        works = [
+            dist.broadcast(flat[shard.as_slice()], src=owner, group=self._handle, async_op=True)
+            for owner, shard in zip(layout.ranks, layout.shards, strict=True)
+            if shard.size
+        ]
+        for work in works:
+            work.wait()
+
+    def reduce_shards(self, flat: Tensor, layout: ShardLayout) -> Tensor:
+        """See `ProcessGroup.reduce_shards`.
+
+        Equal shards on NCCL take the single-tensor call. Otherwise the shards are exchanged all to
+        all and summed here in rank order; gloo's own reduce-scatter moves twice the bytes.
+        """
+        own = layout.of(self.rank)
+        if len(self.ranks) == 1:
+            return flat
+        if self._backend == "nccl" and len(set(layout.sizes)) == 1:
+            shard = flat.new_empty(own.size)
+            dist.reduce_scatter_tensor(shard, flat, group=self._handle)
+            return shard
+        return self._exchange_and_sum(flat, layout)
+
+    def _exchange_and_sum(self, flat: Tensor, layout: ShardLayout) -> Tensor:
+        me = layout.ranks.index(self.rank)
+        shard = flat.new_empty(layout.sizes[me])
+        filled = 0
+        for pieces in _buckets(layout):
+            sizes = [piece.size for piece in pieces]
+            whole = sum(sizes) == layout.numel
+            sent = flat if whole else torch.cat([flat[piece.as_slice()] for piece in pieces])
+            received = flat.new_empty(len(sizes) * sizes[me])
+            dist.all_to_all_single(
+                received, sent, [sizes[me]] * len(sizes), sizes, group=self._handle
+            )
+            target = shard[filled : filled + sizes[me]]
+            _sum_in_order(target, received.view(len(sizes), sizes[me]))
+            filled += sizes[me]
+        return shard
+
+
+def _sum_in_order(target: Tensor, contributions: Tensor) -> None:
+    target.copy_(contributions[0])
+    for contribution in contributions[1:]:
+        target += contribution
+
+
+def _buckets(layout: ShardLayout) -> list[list[Range]]:
+    """Cut all shards into equally many pieces; the k-th pieces of all shards travel together."""
+    count = max(1, -(-layout.numel // BUCKET_NUMEL))
+    cuts = [
+        consecutive(apportion(shard.size, [1] * count), shard.start) for shard in layout.shards
+    ]
+    return [[cut[k] for cut in cuts] for k in range(count)]

@@ -1,0 +1,136 @@
+"""One pipeline stage on one rank: micro-batches forward and backward through its layers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zorse_ds.ranges import Range
+from zorse_ds.runtime.values import Leaf, Message, cut, flatten, merge, unflatten, unpad
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of a micro-batch's inputs, as it came: whose it was, and how it was shaped."""
+
+    window: Range
+    shapes: list[tuple[int, ...] | None]
+
+
+@dataclass(slots=True)
+class Held:
+    """What a micro-batch leaves behind between its forward and the end of its backward."""
+
+    size: int
+    inputs: list[Leaf]
+    pieces: dict[int, Piece]
+    extent: int
+    structure: Any = None
+    outputs: list[Leaf] = field(default_factory=list)
+    grads: dict[int, Message] = field(default_factory=dict)
+
+
+class StageRunner:
+    """Runs micro-batches through the layers of one stage and keeps what backward needs.
+
+    `forward_fn` maps the value that enters the stage to the value that leaves it. Knows nothing of
+    messages' transport, of data or of the optimizer.
+    """
+
+    def __init__(self, forward_fn: Callable[[Any], Any]) -> None:
+        self.forward_fn = forward_fn
+        self.held: dict[int, Held] = {}
+
+    def enter(
+        self, micro_batch: int, size: int, arrived: Sequence[tuple[int, Range, Message]], train: bool
+    ) -> Any:
+        """Join what arrived, `(transfer, window, message)` along the sample axis; the stage's input."""
+        message = merge([piece for _, _, piece in arrived])
+        leaves = list(message.leaves)
+        if train:
+            for i, needs_grad in enumerate(message.needs_grad):
+                if needs_grad:
+                    leaves[i] = leaves[i].detach().requires_grad_()  # type: ignore[union-attr]
+        pieces = {index: Piece(window, _shapes(piece)) for index, window, piece in arrived}
+        self.held[micro_batch] = Held(size, leaves, pieces, message.extent)
+        return unflatten(message.structure, leaves)
+
+    def enter_first(self, micro_batch: int, size: int, extent: int) -> None:
+        """Open a micro-batch whose inputs were loaded rather than received."""
+        self.held[micro_batch] = Held(size, [], {}, extent)
+
+    def forward(self, micro_batch: int, value: Any) -> Any:
+        """Run the layers and keep the outputs; returns the value that leaves the stage."""
+        output = self.forward_fn(value)
+        self.keep(micro_batch, output)
+        return output
+
+    def keep(self, micro_batch: int, output: Any) -> None:
+        """Replace what backward starts from (the last stage keeps its loss)."""
+        held = self.held[micro_batch]
+        held.structure, held.outputs = flatten(output)
+
+    def outgoing(self, micro_batch: int, window: Range) -> Message:
+        """The outputs of a window (relative to the micro-batch) as a message."""
+        held = self.held[micro_batch]
+        return cut(held.structure, held.outputs, held.size, window, held.extent)
+
+    def backward(self, micro_batch: int, grads: Sequence[tuple[Range, Message]]) -> None:
+        """Propagate the gradients of the outputs, given by window along the sample axis.
+
+        Parameters accumulate theirs; those of the inputs wait for `outgoing_grad`.
+        """
+        held = self.held[micro_batch]
+        roots, seeds = [], []
+        for i, leaf in enumerate(held.outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                seed = _joined_grad(leaf, [(window, message.leaves[i]) for window, message in grads])
+                if seed is not None:
+                    roots.append(leaf)
+                    seeds.append(seed)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        held.outputs = []
+
+    def backward_from_loss(self, micro_batch: int, loss: Tensor | None) -> None:
+        """Propagate from the scaled loss; `None` when the micro-batch has no target."""
+        if loss is not None and loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.held[micro_batch].outputs = []
+
+    def outgoing_grad(self, micro_batch: int, transfer: int) -> Message:
+        """The gradients of the inputs that came with a transfer, shaped as they came."""
+        held = self.held[micro_batch]
+        piece = held.pieces[transfer]
+        leaves: list[Leaf] = [
+            unpad(leaf.grad[piece.window.as_slice()], shape)
+            if isinstance(leaf, Tensor) and leaf.grad is not None and shape is not None
+            else None
+            for leaf, shape in zip(held.inputs, piece.shapes, strict=True)
+        ]
+        blank = [False] * len(leaves)
+        return Message(["list", *"*" * len(leaves)], leaves, blank, blank)
+
+    def release(self, micro_batch: int) -> None:
+        """Forget a micro-batch."""
+        del self.held[micro_batch]
+
+
+def _shapes(message: Message) -> list[tuple[int, ...] | None]:
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in message.leaves]
+
+
+def _joined_grad(output: Tensor, pieces: Sequence[tuple[Range, Leaf]]) -> Tensor | None:
+    """One gradient for a whole output; parts that nobody used get zeros, none at all gives None."""
+    used = [(window, leaf) for window, leaf in pieces if isinstance(leaf, Tensor)]
+    if not used:
+        return None
+    window, only = used[0]
+    if window.size == len(output) and only.shape == output.shape:
+        return only
+    joined = torch.zeros_like(output)
+    for window, leaf in used:
+        joined[window.as_slice()] = leaf
+    return joined

@@ -1,0 +1,115 @@
+"""One rank at work: it reads its program and does what it says."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zorse_ds.runtime.losses import Criterion
+from zorse_ds.runtime.optimizer import ShardedOptimizer
+from zorse_ds.runtime.process_groups import ProcessGroup
+from zorse_ds.runtime.stage import StageRunner
+from zorse_ds.runtime.step import Batch, ForwardStep, StepRule, TrainingStep
+from zorse_ds.runtime.transport import Transport, receives_of
+from zorse_ds.schedule.instructions import Instruction, describe
+from zorse_ds.schedule.trace import Trace
+from zorse_ds.simulator.timeline import Span, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did, the same on every rank but for the timeline."""
+
+    loss: float
+    """Mean over the targets of the whole global batch; NaN when it has none."""
+    num_targets: int
+    grad_norm: float
+    """Before clipping; NaN in evaluation."""
+    skipped: str | None
+    """Why no update was made, or None."""
+    timeline: Timeline
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """Last stage's outputs by micro-batch, where they were asked for."""
+
+
+class Worker:
+    """Executes programs for one rank. Knows plan, layers and wires, nothing of DeepSpeed.
+
+    `runners` maps each own stage to its `StageRunner`; `group_of_last_stage` is set on ranks that
+    host the last stage.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        runners: Mapping[int, StageRunner],
+        criterion: Criterion,
+        transport: Transport,
+        optimizer: ShardedOptimizer | None,
+        group_of_last_stage: ProcessGroup | None,
+        world: ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.rank = rank
+        self.runners = runners
+        self.criterion = criterion
+        self.transport = transport
+        self.optimizer = optimizer
+        self.group_of_last_stage = group_of_last_stage
+        self.world = world
+        self.device = device
+        self.current: Instruction | None = None
+        """The instruction under way, for reports about a rank that hangs."""
+
+    @property
+    def trained(self) -> ShardedOptimizer:
+        """The optimizer of a worker that trains."""
+        assert self.optimizer is not None, "this worker only evaluates"
+        return self.optimizer
+
+    def train(self, trace: Trace, batch: Batch, rule: StepRule) -> StepReport:
+        """Run one training step. Collective: every rank of the plan."""
+        self.trained.open_grads()
+        step = TrainingStep(self, trace, batch, rule)
+        timeline = self._execute(trace, step)
+        outcome = step.outcome
+        return StepReport(
+            outcome.loss, outcome.num_targets, outcome.grad_norm, outcome.skipped, timeline
+        )
+
+    def evaluate(self, trace: Trace, batch: Batch, keep_outputs: bool = False) -> StepReport:
+        """Run one forward-only batch. Collective: every rank of the plan."""
+        step = ForwardStep(self, trace, batch, keep_outputs)
+        with torch.no_grad():
+            timeline = self._execute(trace, step)
+        loss, count = step.agreed_loss()
+        return StepReport(loss, count, float("nan"), None, timeline, step.outputs)
+
+    def _execute(self, trace: Trace, step: ForwardStep) -> Timeline:
+        program = trace.project(self.rank)
+        handlers = step.handlers()
+        self.transport.begin(receives_of(program))
+        marks: list[tuple[Instruction, float, float]] = []
+        clock = time.perf_counter
+        origin = start = clock()
+        for instruction in program:
+            self.current = instruction
+            try:
+                handlers[type(instruction)](instruction)
+            except Exception as error:
+                error.add_note(f"on rank {self.rank} at {describe(instruction)}")
+                raise
+            stop = clock()
+            marks.append((instruction, start - origin, stop - origin))
+            start = stop
+        self.current = None
+        self.transport.end()
+        return Timeline(tuple(_span(*mark) for mark in marks))
+
+
+def _span(instruction: Instruction, start_s: float, stop_s: float) -> Span:
+    stage = getattr(instruction, "stage", None)
+    micro_batch = getattr(instruction, "micro_batch", None)
+    return Span(instruction.rank, type(instruction).__name__, start_s, stop_s, stage, micro_batch)
