@@ -89,7 +89,9 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "missing":
         return f"{where} is missing; expected it beside {_shown(found)}"
     if kind == "literal_error":
-        choices = [part.strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(", ")]
+        choices = [
+            part.strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(", ")
+        ]
         return f"{where} is {_shown(found)}; expected {context['expected']}{suggestion(found, choices)}"
     return f"{where} is {_shown(found)}; expected {_expected(detail['msg'], kind, context)}"
 

@@ -44,7 +44,8 @@ class ParamGroups:
     """The user's param groups: their options, and which one a parameter is in."""
 
     options: Sequence[ParamGroup]
-    index_of: Callable[[Parameter], int]
+    index_of: Callable[[Parameter], int | None]
+    """None: the parameter is in no group and is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +77,31 @@ def build_optimizer(
     group_of: dict[int, int] = {}
     copies: dict[int, list[FlatParameters]] = {}
     for stage in parts.plan.stages_of_rank(parts.rank):
-        owned, lots = _split_by_owner(parts, stage)
+        owned, lots = _split_by_owner(parts, stage, groups)
         for tie, lot in lots.items():
             copies.setdefault(tie, []).append(_one_flat(lot))
         buckets[stage] = []
         plan_group = parts.plan.group_of_stage(stage)
         process_group = parts.process_group(plan_group.ranks)
-        for group, flat in cut_into_buckets(owned, lambda named: groups.index_of(named.parameter)):
+        for group, flat in cut_into_buckets(owned, groups.index_of):
             bucket = Bucket(flat, plan_group, process_group, originals or {})
             group_of[id(bucket)] = group
             buckets[stage].append(bucket)
     ties = _tied_parameters(parts, buckets, copies)
     optimizer = ShardedOptimizer(
-        buckets, ties, groups.options, lambda bucket: group_of[id(bucket)], make_optimizer, parts.world
+        buckets,
+        ties,
+        groups.options,
+        lambda bucket: group_of[id(bucket)],
+        make_optimizer,
+        parts.world,
     )
     _equalise(optimizer)
     return optimizer
 
 
 def _split_by_owner(
-    parts: RankParts, stage: int
+    parts: RankParts, stage: int, groups: ParamGroups
 ) -> tuple[list[NamedParameter], dict[int, list[NamedParameter]]]:
     """Trainable parameters that the stage owns, and those it has copies of, by tie."""
     owners = {tie.index: tie.owner for tie in parts.ties if stage in tie.stages}
@@ -103,10 +109,14 @@ def _split_by_owner(
     copied: dict[int, list[NamedParameter]] = {}
     model = parts.models[stage]
     for name, parameter in model.global_parameters():
+        if groups.index_of(parameter) is None:
+            parameter.requires_grad_(False)
         if not parameter.requires_grad:
             continue
         tie = model.tie_of(name)
-        lot = owned if tie is None or owners.get(tie, stage) == stage else copied.setdefault(tie, [])
+        lot = (
+            owned if tie is None or owners.get(tie, stage) == stage else copied.setdefault(tie, [])
+        )
         lot.append(NamedParameter(name, parameter))
     return owned, copied
 

@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from zorse_ds.errors import TransportError
@@ -197,5 +196,3 @@ def edge_channels(
         return staged if is_staged(boundary) else edges[boundary, tag % 2 == 0]
 
     return channel_of
-
-

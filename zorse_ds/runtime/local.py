@@ -29,7 +29,9 @@ class LocalProcessGroup:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
         """See `ProcessGroup.all_reduce`."""
-        shown = torch.stack([other.clone() for other in self._board.show(self.rank, tensor.clone())])
+        shown = torch.stack(
+            [other.clone() for other in self._board.show(self.rank, tensor.clone())]
+        )
         tensor.copy_(shown.sum(0) if op == "sum" else shown.amax(0))
 
     def gather_shards(self, flat: Tensor, layout: ShardLayout) -> None:

@@ -204,10 +204,12 @@ class ShardedOptimizer:
 
 
 def cut_into_buckets(
-    parameters: Sequence[NamedParameter], group_of: Callable[[NamedParameter], int]
+    parameters: Sequence[NamedParameter], group_of: Callable[[Parameter], int | None]
 ) -> list[tuple[int, FlatParameters]]:
     """Trainable parameters by (param group, dtype), each lot as one flat vector."""
     lots: dict[tuple[int, torch.dtype], list[NamedParameter]] = {}
     for named in parameters:
-        lots.setdefault((group_of(named), named.parameter.dtype), []).append(named)
+        group = group_of(named.parameter)
+        assert group is not None, "only parameters of a group are trained"
+        lots.setdefault((group, named.parameter.dtype), []).append(named)
     return [(group, FlatParameters(lot)) for (group, _), lot in lots.items()]

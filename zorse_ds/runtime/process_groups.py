@@ -46,14 +46,14 @@ class TorchProcessGroup:
     def __init__(self, rank: int, ranks: Sequence[int], handle: dist.ProcessGroup | None) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
-        self._handle = handle
+        self.handle = handle
         self._backend = dist.get_backend(handle) if rank in self.ranks else "none"
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
         """See `ProcessGroup.all_reduce`."""
         if len(self.ranks) > 1:
             ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-            dist.all_reduce(tensor, op=ops[op], group=self._handle)
+            dist.all_reduce(tensor, op=ops[op], group=self.handle)
 
     def gather_shards(self, flat: Tensor, layout: ShardLayout) -> None:
         """See `ProcessGroup.gather_shards`.
@@ -65,10 +65,10 @@ class TorchProcessGroup:
             return
         own = layout.of(self.rank)
         if self._backend == "nccl" and len(set(layout.sizes)) == 1:
-            dist.all_gather_into_tensor(flat, flat[own.as_slice()].clone(), group=self._handle)
+            dist.all_gather_into_tensor(flat, flat[own.as_slice()].clone(), group=self.handle)
             return
         works = [
-            dist.broadcast(flat[shard.as_slice()], src=owner, group=self._handle, async_op=True)
+            dist.broadcast(flat[shard.as_slice()], src=owner, group=self.handle, async_op=True)
             for owner, shard in zip(layout.ranks, layout.shards, strict=True)
             if shard.size
         ]
@@ -86,7 +86,7 @@ class TorchProcessGroup:
             return flat
         if self._backend == "nccl" and len(set(layout.sizes)) == 1:
             shard = flat.new_empty(own.size)
-            dist.reduce_scatter_tensor(shard, flat, group=self._handle)
+            dist.reduce_scatter_tensor(shard, flat, group=self.handle)
             return shard
         return self._exchange_and_sum(flat, layout)
 
@@ -100,7 +100,7 @@ class TorchProcessGroup:
             sent = flat if whole else torch.cat([flat[piece.as_slice()] for piece in pieces])
             received = flat.new_empty(len(sizes) * sizes[me])
             dist.all_to_all_single(
-                received, sent, [sizes[me]] * len(sizes), sizes, group=self._handle
+                received, sent, [sizes[me]] * len(sizes), sizes, group=self.handle
             )
             target = shard[filled : filled + sizes[me]]
             _sum_in_order(target, received.view(len(sizes), sizes[me]))
@@ -117,7 +117,5 @@ def _sum_in_order(target: Tensor, contributions: Tensor) -> None:
 def _buckets(layout: ShardLayout) -> list[list[Range]]:
     """Cut all shards into equally many pieces; the k-th pieces of all shards travel together."""
     count = max(1, -(-layout.numel // BUCKET_NUMEL))
-    cuts = [
-        consecutive(apportion(shard.size, [1] * count), shard.start) for shard in layout.shards
-    ]
+    cuts = [consecutive(apportion(shard.size, [1] * count), shard.start) for shard in layout.shards]
     return [[cut[k] for cut in cuts] for k in range(count)]

@@ -44,7 +44,11 @@ class StageRunner:
         self.held: dict[int, Held] = {}
 
     def enter(
-        self, micro_batch: int, size: int, arrived: Sequence[tuple[int, Range, Message]], train: bool
+        self,
+        micro_batch: int,
+        size: int,
+        arrived: Sequence[tuple[int, Range, Message]],
+        train: bool,
     ) -> Any:
         """Join what arrived, `(transfer, window, message)` along the sample axis; the stage's input."""
         message = merge([piece for _, _, piece in arrived])
@@ -86,7 +90,9 @@ class StageRunner:
         roots, seeds = [], []
         for i, leaf in enumerate(held.outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                seed = _joined_grad(leaf, [(window, message.leaves[i]) for window, message in grads])
+                seed = _joined_grad(
+                    leaf, [(window, message.leaves[i]) for window, message in grads]
+                )
                 if seed is not None:
                     roots.append(leaf)
                     seeds.append(seed)

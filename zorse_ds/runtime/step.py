@@ -137,7 +137,11 @@ class ForwardStep:
             runner.enter_first(at.micro_batch, samples.size, extent_of(inputs))
             return inputs
         arrived = [
-            (transfer.index, transfer.samples.relative_to(samples.start), self._take(transfer, True))
+            (
+                transfer.index,
+                transfer.samples.relative_to(samples.start),
+                self._take(transfer, True),
+            )
             for transfer in self.trace.layout.incoming[at.stage, at.micro_batch]
         ]
         return runner.enter(at.micro_batch, samples.size, arrived, torch.is_grad_enabled())

@@ -71,9 +71,13 @@ def _unflatten(structure: Structure, leaves: Any) -> Any:
     return tuple(items) if kind == "tuple" else list(items)
 
 
-def cut(structure: Structure, leaves: Sequence[Leaf], size: int, window: Range, extent: int) -> Message:
+def cut(
+    structure: Structure, leaves: Sequence[Leaf], size: int, window: Range, extent: int
+) -> Message:
     """The message that holds the samples `window` (relative) of a micro-batch of `size` samples."""
-    per_sample = [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves]
+    per_sample = [
+        isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves
+    ]
     needs_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     for leaf, own, grad in zip(leaves, per_sample, needs_grad, strict=True):
         if grad and not own:
@@ -86,7 +90,9 @@ def cut(structure: Structure, leaves: Sequence[Leaf], size: int, window: Range, 
     cut_leaves = [
         leaf.detach()[slice(None) if whole or not own else window.as_slice()]
         if isinstance(leaf, Tensor) and leaf.dim() > 0
-        else leaf.detach() if isinstance(leaf, Tensor) else leaf
+        else leaf.detach()
+        if isinstance(leaf, Tensor)
+        else leaf
         for leaf, own in zip(leaves, per_sample, strict=True)
     ]
     return Message(structure, cut_leaves, per_sample, needs_grad, extent)
@@ -105,7 +111,10 @@ def merge(messages: Sequence[Message]) -> Message:
             "micro-batches of one stage returned values of different structure, "
             f"{first.structure} beside others; expected the same from each"
         )
-    leaves = [_join([message.leaves[i] for message in messages], own) for i, own in enumerate(first.per_sample)]
+    leaves = [
+        _join([message.leaves[i] for message in messages], own)
+        for i, own in enumerate(first.per_sample)
+    ]
     grads = [any(message.needs_grad[i] for message in messages) for i in range(len(leaves))]
     extent = max(message.extent for message in messages)
     return Message(first.structure, leaves, first.per_sample, grads, extent)
@@ -147,7 +156,9 @@ def unpad(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def extent_of(value: Any) -> int:
     """Padded length of collated inputs: dim 1 of their first tensor that has one, or 0."""
     _, leaves = flatten(value)
-    return next((leaf.shape[1] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), 0)
+    return next(
+        (leaf.shape[1] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), 0
+    )
 
 
 def trim(value: Any, found: int, wanted: int) -> Any:

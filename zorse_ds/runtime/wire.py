@@ -12,16 +12,31 @@ HEADER_BYTES = 1024
 """Every header message has this size; a longer header is followed by the rest of it."""
 _LENGTHS = 16
 _ALIGNMENT = 16
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
 
 
 def encode_header(message: Message) -> bytes:
     """What the receiver must know to allocate the payload and rebuild the message."""
     leaves = [_leaf_to_json(leaf) for leaf in message.leaves]
-    flags = [2 * own + grad for own, grad in zip(message.per_sample, message.needs_grad, strict=True)]
+    flags = [
+        2 * own + grad for own, grad in zip(message.per_sample, message.needs_grad, strict=True)
+    ]
     return json.dumps([message.structure, leaves, flags, message.extent]).encode()
 
 
@@ -51,7 +66,8 @@ def decode_header(frame: Tensor, rest: Tensor | None) -> Message:
     length = int.from_bytes(raw[:_LENGTHS], "little")
     structure, leaves, flags, extent = json.loads(raw[_LENGTHS : _LENGTHS + length])
     decoded: list[Leaf] = [
-        leaf["constant"] if isinstance(leaf, dict)
+        leaf["constant"]
+        if isinstance(leaf, dict)
         else torch.empty(leaf[1], dtype=_DTYPES[leaf[0]], device="meta")
         for leaf in leaves
     ]
@@ -89,10 +105,14 @@ def fill(message: Message, payload: Tensor | None) -> Message:
             leaves.append(view)
             start += _aligned(leaf.nbytes)
         elif isinstance(leaf, Tensor):
-            leaves.append(torch.empty_like(leaf, device="cpu" if payload is None else payload.device))
+            leaves.append(
+                torch.empty_like(leaf, device="cpu" if payload is None else payload.device)
+            )
         else:
             leaves.append(leaf)
-    return Message(message.structure, leaves, message.per_sample, message.needs_grad, message.extent)
+    return Message(
+        message.structure, leaves, message.per_sample, message.needs_grad, message.extent
+    )
 
 
 def _aligned(size: int) -> int:

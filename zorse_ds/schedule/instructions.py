@@ -137,7 +137,10 @@ def describe(instruction: Instruction) -> str:
         case ComputeInstruction(_, stage, micro_batch):
             return f"{name} stage {stage} micro-batch {micro_batch}"
         case TransferInstruction(_, t):
-            ends = f"stage {t.boundary} rank {t.source_rank}", f"stage {t.boundary + 1} rank {t.target_rank}"
+            ends = (
+                f"stage {t.boundary} rank {t.source_rank}",
+                f"stage {t.boundary + 1} rank {t.target_rank}",
+            )
             return f"{name} of samples {t.samples} between {ends[0]} and {ends[1]}"
         case CollectiveInstruction(_, index):
             return f"{name} {index}"

@@ -1,0 +1,1 @@
+"""Tests, one folder a layer of cost: unit, inprocess, ranks, docs, gpu."""

@@ -1,0 +1,1 @@
+"""Tests that what the documentation shows is true."""

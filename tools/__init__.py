@@ -1,0 +1,1 @@
+"""Checks that the test command runs and that are not pytest tests."""

@@ -1,0 +1,14 @@
+"""Text of many forms as fixed-length samples for causal language models."""
+
+from zorse_ds.integrations.data.packing import tokenise_and_pack
+from zorse_ds.integrations.data.prepare import cache_key, prepare_once, prepare_text
+from zorse_ds.integrations.data.source import load_source, source_files
+
+__all__ = [
+    "cache_key",
+    "load_source",
+    "prepare_once",
+    "prepare_text",
+    "source_files",
+    "tokenise_and_pack",
+]

@@ -1,0 +1,156 @@
+"""Finding and opening text: JSONL, JSON, parquet and plain text files, or a saved data set."""
+
+import glob
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import datasets
+
+from zorse_ds.core.strict import listed, suggestion
+from zorse_ds.errors import DataError
+
+_FORMATS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".text": "text",
+}
+_COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+# What Dataset.save_to_disk and DatasetDict.save_to_disk leave in their folder.
+_SAVED_SPLIT, _SAVED_DICT = "dataset_info.json", "dataset_dict.json"
+
+Source = str | Path | Sequence[str | Path]
+
+
+def load_source(
+    source: Source, split: str | None = None, *, text_column: str = "text"
+) -> datasets.Dataset:
+    """Open local text as a data set with the column `text_column` (or `input_ids`).
+
+    `source` is a file (.jsonl, .json, .ndjson, .parquet, .txt, optionally compressed), a glob, a
+    list of these, or a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`.
+    Files are read in the order of their names. A plain text file is one document; for many
+    documents in one file use JSONL. `split` names a split of a saved `DatasetDict`; files are one
+    split, "train", of which datasets' slices such as "train[:90%]" may be taken.
+
+    Raises DataError when nothing is there, the format is unknown or the column is missing.
+    """
+    folder = _saved_folder(source)
+    if folder is not None:
+        dataset = _open_saved(folder, split)
+    else:
+        dataset = _read_files(source_files(source), split, text_column)
+    _check_columns(dataset, source, text_column)
+    return dataset
+
+
+def source_files(source: Source) -> list[Path]:
+    """All files that `source` names, by name; for a saved data set, the files of its folder.
+
+    Raises DataError when `source` names nothing.
+    """
+    entries = [source] if isinstance(source, str | Path) else list(source)
+    if not entries:
+        raise DataError("the list of data files is empty; expected at least one file")
+    return [file for entry in entries for file in _files_of(Path(entry).expanduser())]
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        if not _is_saved(path):
+            raise DataError(
+                f"{path} is a folder that datasets did not save; expected a folder written by "
+                f"save_to_disk, or a glob of files such as {path / '*.jsonl'}"
+            )
+        return sorted(file for file in path.rglob("*") if file.is_file())
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    files = [match for match in matches if match.is_file()]
+    if files:
+        return files
+    if glob.has_magic(str(path)):
+        raise DataError(f"no file matches {path}; expected at least one")
+    raise DataError(f"{path} does not exist; expected a data file{_nearest_file(path)}")
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f", but already the folder {path.parent} is missing"
+    return suggestion(path.name, sorted(os.listdir(path.parent)))
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / _SAVED_SPLIT).is_file() or (path / _SAVED_DICT).is_file()
+
+
+def _saved_folder(source: Source) -> Path | None:
+    """Return the folder if `source` is a data set saved by datasets, else None."""
+    if not isinstance(source, str | Path):
+        return None
+    path = Path(source).expanduser()
+    return path if _is_saved(path) else None
+
+
+def _open_saved(folder: Path, split: str | None) -> datasets.Dataset:
+    saved = datasets.load_from_disk(str(folder))
+    if isinstance(saved, datasets.Dataset):
+        if split is not None:
+            raise DataError(f"{folder} holds one data set without splits, not split {split!r}")
+        return saved
+    names = sorted(saved)
+    if split is None and len(names) == 1:
+        return saved[names[0]]
+    if split not in saved:
+        found = "no split is given" if split is None else f"there is no split {split!r}"
+        raise DataError(
+            f"{folder}: {found}; expected {listed(names)}{suggestion(split or 'train', names)}"
+        )
+    return saved[split]
+
+
+def _read_files(files: list[Path], split: str | None, text_column: str) -> datasets.Dataset:
+    formats = {file: _format_of(file) for file in files}
+    first = files[0]
+    for file in files:
+        if formats[file] != formats[first]:
+            raise DataError(
+                f"{first} is {formats[first]} and {file} is {formats[file]}; expected all files "
+                "of one source in one format"
+            )
+    # One document a file: cutting at line ends would put an end of text after every line.
+    options = {"sample_by": "document"} if formats[first] == "text" else {}
+    try:
+        dataset = datasets.load_dataset(
+            formats[first],
+            data_files=[str(file) for file in files],
+            split=split or "train",
+            **options,
+        )
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as problem:
+        reason = problem.__cause__ or problem
+        raise DataError(f"{first} cannot be read as {formats[first]}: {reason}") from problem
+    if formats[first] == "text" and text_column != "text":
+        dataset = dataset.rename_column("text", text_column)
+    return dataset
+
+
+def _format_of(file: Path) -> str:
+    plain = file.with_suffix("") if file.suffix in _COMPRESSIONS else file
+    if plain.suffix not in _FORMATS:
+        raise DataError(
+            f"{file} has the unknown ending {plain.suffix!r}; expected {listed(list(_FORMATS))}"
+        )
+    return _FORMATS[plain.suffix]
+
+
+def _check_columns(dataset: datasets.Dataset, source: Source, text_column: str) -> None:
+    columns = dataset.column_names
+    if text_column not in columns and "input_ids" not in columns:
+        raise DataError(
+            f"{source} has no column {text_column!r}; expected one of its columns "
+            f"{listed(columns)} as text_column{suggestion(text_column, columns)}"
+        )

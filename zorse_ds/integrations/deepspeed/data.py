@@ -1,0 +1,170 @@
+"""Global batches: the same on every rank, read only where they are needed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import IterableDataset, default_collate
+
+from zorse_ds.core.order import SampleOrder
+from zorse_ds.errors import DataError
+from zorse_ds.ranges import Range
+from zorse_ds.runtime.values import flatten
+
+CollateFn = Callable[[list[Any]], Any]
+
+
+class GlobalBatch(Protocol):
+    """See `runtime.step.Batch`; it knows its size."""
+
+    num_samples: int
+
+    def load(self, samples: Range) -> tuple[Any, Any]:
+        """`(inputs, labels)` of some samples."""
+
+
+class IndexedBatch:
+    """Samples of a map-style data set, by id; nothing is read before `load`."""
+
+    def __init__(self, dataset: Any, ids: Sequence[int], collate_fn: CollateFn) -> None:
+        self._dataset, self._ids, self._collate_fn = dataset, ids, collate_fn
+        self.num_samples = len(ids)
+
+    def load(self, samples: Range) -> tuple[Any, Any]:
+        """Read and collate the samples."""
+        ids = [int(i) for i in self._ids[samples.as_slice()]]
+        if hasattr(self._dataset, "__getitems__"):
+            return as_pair(self._collate_fn(self._dataset.__getitems__(ids)))
+        return as_pair(self._collate_fn([self._dataset[i] for i in ids]))
+
+
+class SampleBatch:
+    """Samples given one by one."""
+
+    def __init__(self, samples: Sequence[Any], collate_fn: CollateFn) -> None:
+        self._samples, self._collate_fn = samples, collate_fn
+        self.num_samples = len(samples)
+
+    def load(self, samples: Range) -> tuple[Any, Any]:
+        """Collate the samples."""
+        return as_pair(self._collate_fn(list(self._samples[samples.as_slice()])))
+
+
+class CollatedBatch:
+    """A batch that was collated as a whole: cut along dim 0 of every tensor."""
+
+    def __init__(self, pair: tuple[Any, Any]) -> None:
+        self._pair = pair
+        _, leaves = flatten(pair)
+        sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        if len(sizes) != 1:
+            raise DataError(
+                f"a batch has tensors with {sorted(sizes)} samples along dim 0; expected the same "
+                "number in each"
+            )
+        self.num_samples = sizes.pop()
+
+    def load(self, samples: Range) -> tuple[Any, Any]:
+        """Slice the samples out."""
+
+        def cut(leaf: Any) -> Any:
+            return leaf[samples.as_slice()] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+        inputs, labels = tree_map(cut, self._pair)
+        return inputs, labels
+
+
+class PlacedBatch:
+    """Any batch, moved to a device after an optional function of the user's."""
+
+    def __init__(
+        self, batch: GlobalBatch, device: torch.device, batch_fn: Callable[[Any], Any] | None
+    ) -> None:
+        self._batch, self._device, self._batch_fn = batch, device, batch_fn
+        self.num_samples = batch.num_samples
+
+    def load(self, samples: Range) -> tuple[Any, Any]:
+        """Load, transform, move."""
+        pair = self._batch.load(samples)
+        if self._batch_fn is not None:
+            pair = as_pair(self._batch_fn(pair))
+
+        def move(leaf: Any) -> Any:
+            return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+        inputs, labels = tree_map(move, pair)
+        return inputs, labels
+
+
+class ZorseLoader:
+    """Global batches of a map-style data set in the one global order.
+
+    Iterating gives the batches of an epoch as lazy objects, from where the last iteration ended;
+    every rank iterates alike and reads only its own samples. `len` is the number of steps of an
+    epoch. The last batch of an epoch may be short, unless `drop_last`.
+    """
+
+    def __init__(self, dataset: Any, order: SampleOrder, collate_fn: CollateFn) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise DataError(
+                "training_data is an IterableDataset; expected one with __len__ and __getitem__, so "
+                "that every rank can read its own samples"
+            )
+        self.dataset = dataset
+        self.order = order
+        self.collate_fn = collate_fn
+        self.next_step = 0
+
+    def __len__(self) -> int:
+        return self.order.steps_per_epoch
+
+    def __iter__(self) -> Iterator[IndexedBatch]:
+        epoch = self.order.batch(self.next_step).epoch
+        while (batch := self.order.batch(self.next_step)).epoch == epoch:
+            self.next_step += 1
+            yield IndexedBatch(self.dataset, batch.ids, self.collate_fn)
+
+
+def as_batch(item: Any, collate_fn: CollateFn) -> GlobalBatch:
+    """One item of an iterator as a global batch.
+
+    An item is a batch of a `ZorseLoader`, a list of samples, or a collated `(inputs, labels)`; for
+    a Hugging Face model also a dict with `labels`.
+    """
+    if isinstance(item, IndexedBatch | SampleBatch | CollatedBatch):
+        return item
+    if isinstance(item, dict) and "labels" in item:
+        inputs = {key: value for key, value in item.items() if key != "labels"}
+        return CollatedBatch((inputs, item["labels"]))
+    if isinstance(item, tuple | list) and len(item) == 2 and not isinstance(item[0], dict):
+        return CollatedBatch((item[0], item[1]))
+    if isinstance(item, tuple) and len(item) == 2:
+        return CollatedBatch(item)
+    if isinstance(item, list) and item:
+        return SampleBatch(item, collate_fn)
+    raise DataError(
+        f"the data iterator gave a {type(item).__name__}; expected one global batch: a list of "
+        "samples, (inputs, labels), or a dict with 'labels'"
+    )
+
+
+def as_pair(collated: Any) -> tuple[Any, Any]:
+    """What a collator returned, as `(inputs, labels)`."""
+    if isinstance(collated, tuple | list) and len(collated) == 2:
+        return collated[0], collated[1]
+    raise DataError(
+        f"a collated micro-batch is a {type(collated).__name__}; expected (inputs, labels)"
+    )
+
+
+def default_collate_fn(samples: list[Any]) -> Any:
+    """Stack samples `(inputs, labels)` as torch's data loader does."""
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        raise DataError(
+            f"samples cannot be stacked ({str(error).splitlines()[0]}); expected tensors of equal "
+            "shape, or a collate_fn"
+        ) from error

@@ -1,0 +1,314 @@
+"""`ZorseEngine`: DeepSpeed's `PipelineEngine` that runs a ragged plan.
+
+DeepSpeed keeps what it is good at (configuration, optimizers, schedulers, monitor, counters); the
+steps themselves are programs run by `runtime.Worker`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import RepeatingLoader, logger
+from torch import Tensor
+
+from zorse_ds.core.order import SampleOrder
+from zorse_ds.core.plan import Plan
+from zorse_ds.errors import ConfigError, DataError, ModelError
+from zorse_ds.integrations.deepspeed.agreement import agree_on_start
+from zorse_ds.integrations.deepspeed.config import check_config, load_config
+from zorse_ds.integrations.deepspeed.data import (
+    GlobalBatch,
+    IndexedBatch,
+    PlacedBatch,
+    ZorseLoader,
+    as_batch,
+    default_collate_fn,
+)
+from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule
+from zorse_ds.integrations.deepspeed.optimizer import ZorseOptimizer, rebound
+from zorse_ds.integrations.deepspeed.param_groups import param_groups_of
+from zorse_ds.runtime.assembly import RankParts, build_optimizer
+from zorse_ds.runtime.dist_world import DistWorld
+from zorse_ds.runtime.losses import Criterion
+from zorse_ds.runtime.stage import StageRunner
+from zorse_ds.runtime.step import StepRule
+from zorse_ds.runtime.worker import StepReport, Worker
+from zorse_ds.schedule.compile import compile_forward, compile_trace
+from zorse_ds.schedule.trace import Trace
+
+
+class ZorseEngine(PipelineEngine):
+    """A `PipelineEngine` whose step equals that of a single process, for any plan.
+
+    Made by `zorse_ds.initialize`. `report` holds what the last step did.
+    """
+
+    _booting = True
+    """While the base class is constructed it wants to greet one neighbour a stage: nobody is there."""
+
+    report: StepReport | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        model, config = kwargs["model"], load_config(kwargs["config"])
+        if not isinstance(model, ZorsePipelineModule):
+            raise ModelError(
+                f"ZorseEngine was given a {type(model).__name__}; expected a ZorsePipelineModule"
+            )
+        self.__dict__["plan"] = model.plan
+        self.__dict__["settings"] = settings = check_config(config, model.plan)
+        self.__dict__["_originals"] = {}
+        device = next(model.parameters(), torch.empty(0)).device
+        staged = settings.transport == "staged"
+        world = DistWorld(model.plan, model.ties, device, settings.timeout_s, staged)
+        self.__dict__["_world"] = world
+        model.mpu().attach(world, model.plan.group_of_rank(world.rank).ranks)
+        self.__dict__["_traces"] = _Traces(model.plan, model.source.tied_layers)
+        agree_on_start(
+            world, self._traces.training(model.plan.global_batch_size).digest, model.plan
+        )
+        super().__init__(*args, **kwargs)
+        self._booting = False
+        self._worker = self._make_worker()
+
+    # ---- how DeepSpeed sets itself up
+
+    def is_first_stage(self) -> bool:
+        """This rank hosts the first stage."""
+        return self._booting or 0 in self.plan.stages_of_rank(self.global_rank)
+
+    def is_last_stage(self) -> bool:
+        """This rank hosts the last stage."""
+        last = len(self.plan.stages) - 1
+        return self._booting or last in self.plan.stages_of_rank(self.global_rank)
+
+    def _broadcast_model(self) -> None:
+        """Weights are made equal when the optimizer is built, shard by shard."""
+
+    def _cast_module_mixed_precision(self, *args: Any, **kwargs: Any) -> None:
+        """Keep full-precision values for the masters before parameters are cast."""
+        for model in self.module.stage_models.values():
+            for name, parameter in model.global_parameters():
+                self._originals[name] = parameter.detach().clone()
+        super()._cast_module_mixed_precision(*args, **kwargs)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Shard the parameters and set the configured or given optimizer on the shards."""
+        parts = RankParts(
+            self.global_rank,
+            self.plan,
+            self.module.ties,
+            self.module.stage_models,
+            self._world.process_group,
+            self._world.world,
+        )
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            groups = param_groups_of(client_optimizer.param_groups)
+            make = lambda lots: rebound(client_optimizer, lots)  # noqa: E731
+        else:
+            groups = param_groups_of(model_parameters)
+            make = client_optimizer or self._configure_basic_optimizer
+        sharded = build_optimizer(parts, groups, make, self._originals)
+        self._originals.clear()
+        self.basic_optimizer = sharded.inner
+        self.optimizer = ZorseOptimizer(sharded, self._loss_scaler())
+
+    def _loss_scaler(self) -> Any:
+        if not self.fp16_enabled():
+            return None
+        return CreateLossScaler(
+            dtype=torch.half,
+            static_loss_scale=self.loss_scale(),
+            dynamic_scaling=self.dynamic_loss_scale(),
+            dynamic_loss_args=self.dynamic_loss_scale_args(),
+        )
+
+    def _scheduler_from_config(self, optimizer: Any) -> Any:
+        """Schedulers of torch accept a torch optimizer only."""
+        return super()._scheduler_from_config(self.basic_optimizer)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clipping is part of the step, by the norm over all ranks."""
+
+    def _make_worker(self) -> Worker:
+        last = len(self.plan.stages) - 1
+        models = self.module.stage_models
+        return Worker(
+            self.global_rank,
+            {stage: StageRunner(model) for stage, model in models.items()},
+            Criterion(self.module.loss_fn),
+            self._world.transport,
+            self.optimizer.sharded if self.optimizer is not None else None,
+            self._world.process_group(self.plan.group_of_stage(last).ranks)
+            if last in models
+            else None,
+            self._world.world,
+            self.device,
+        )
+
+    # ---- data
+
+    @property
+    def _collate(self) -> Callable[[list[Any]], Any]:
+        return self.collate_fn or self.module.collate_fn or default_collate_fn
+
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, route: str = "train", **kwargs: Any
+    ) -> ZorseLoader:
+        """A loader of global batches of `batch_size` (default: the plan's).
+
+        Training batches follow the one global order; other routes keep the data set's.
+        """
+        trains = route == "train"
+        data = self.settings.data
+        order = SampleOrder(
+            len(dataset),
+            batch_size or self.plan.global_batch_size,
+            shuffle=data.shuffle and trains,
+            seed=data.seed,
+            drop_last=bool(self._config.dataloader_drop_last) and trains,
+        )
+        return ZorseLoader(dataset, order, kwargs.get("collate_fn") or self._collate)
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        self.set_dataloader(self.training_dataloader)
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Train on the items of `loader`, over and over; each is one global batch."""
+        self.training_dataloader = loader
+        self.data_iterator = iter(RepeatingLoader(loader))
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """Take the next batches from `iterator`; each item is one global batch."""
+        self.data_iterator = iterator
+
+    def _next_global_batch(self) -> GlobalBatch:
+        item = next(self.data_iterator) if self.data_iterator is not None else None
+        if item is None:
+            raise DataError("there is no data; expected training_data, set_dataloader or data_iter")
+        batch = as_batch(item, self._collate)
+        if not isinstance(batch, IndexedBatch):
+            self._check_same_size(batch.num_samples)
+        return PlacedBatch(batch, self.device, self.batch_fn)
+
+    def _check_same_size(self, num_samples: int) -> None:
+        """Collective: a user's iterator must give every rank the same batch."""
+        bounds = torch.tensor([num_samples, -num_samples], device=self.device)
+        self._world.world.all_reduce(bounds, "max")
+        most, least = int(bounds[0]), -int(bounds[1])
+        if most != least:
+            raise DataError(
+                f"the data iterators of the ranks gave {least} to {most} samples; expected the same "
+                "global batch on every rank"
+            )
+
+    # ---- steps
+
+    def _train_schedule(self) -> str:
+        return "train"
+
+    def _inference_schedule(self, micro_batches: int) -> str:
+        return "evaluate"
+
+    def _exec_schedule(self, schedule: str) -> None:
+        batch = self._next_global_batch()
+        if schedule == "evaluate":
+            trace = self._traces.evaluation(batch.num_samples)
+            self.report = self._worker.evaluate(trace, batch, self.eval_return_logits)
+            self.outputs = self._joined_outputs(trace, self.report)
+            self.fwd_outputs = [self._loss_tensor()]
+            return
+        self.report = self._worker.train(
+            self._traces.training(batch.num_samples),
+            batch,
+            StepRule(float(self.gradient_clipping()), self.optimizer.cur_scale),
+        )
+        self.optimizer.record(self.report)
+        self._exec_optimizer_step()
+        self.global_samples += batch.num_samples - self.train_batch_size()
+        if self.report.skipped and self.global_rank == 0:
+            logger.warning(f"step {self.global_steps} made no update: {self.report.skipped}")
+
+    def _aggregate_total_loss(self) -> Tensor:
+        return self._loss_tensor()
+
+    def _reduce_outputs(self, outputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return self._loss_tensor()
+
+    def _bcast_pipe_scalar(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return self._loss_tensor()
+
+    def _loss_tensor(self) -> Tensor:
+        assert self.report is not None, "there is a loss after a step"
+        return torch.tensor(self.report.loss, device=self.device)
+
+    def _joined_outputs(self, trace: Trace, report: StepReport) -> Any:
+        """This rank's outputs of the last stage, micro-batch by micro-batch, or None."""
+        return [report.outputs[i] for i in sorted(report.outputs)] or None
+
+    # ---- what a plan makes meaningless
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Refused: the plan says how a batch is cut."""
+        raise ConfigError(
+            f"train_batch_size cannot become {train_batch_size} while training; expected a plan for "
+            "that batch"
+        )
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """Refused: this version keeps no optimizer state; `save_pretrained` writes the weights."""
+        raise ConfigError(
+            "save_checkpoint is not available in this version; expected engine.save_pretrained(folder)"
+        )
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, see `save_checkpoint`."""
+        raise ConfigError(
+            "load_checkpoint is not available in this version; expected from_pretrained(folder)"
+        )
+
+    # ---- what is new
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write the model as a Hugging Face folder. Collective: every rank.
+
+        Raises `ModelError` when the model was not made by `from_pretrained`.
+        """
+        save = getattr(self.module.source, "save_pretrained", None)
+        if save is None:
+            raise ModelError(
+                "save_pretrained was called on a model made of a layer list; expected one from "
+                "zorse_ds.from_pretrained"
+            )
+        save(folder, self.plan, self.module.stage_models, self._world)
+
+    def destroy(self) -> None:
+        """End the transport's threads and DeepSpeed's own resources."""
+        self._world.close()
+        super().destroy()
+
+
+class _Traces:
+    """Compiled traces by batch size: short batches and evaluation use the plan cut anew."""
+
+    def __init__(self, plan: Plan, tied_layers: Any) -> None:
+        self._plan, self._tied_layers = plan, tied_layers
+        self._training: dict[int, Trace] = {}
+        self._evaluation: dict[int, Trace] = {}
+
+    def training(self, batch_size: int) -> Trace:
+        """The training step for a batch of this size."""
+        if batch_size not in self._training:
+            plan = self._plan.resized(batch_size)
+            self._training[batch_size] = compile_trace(plan, self._tied_layers)
+        return self._training[batch_size]
+
+    def evaluation(self, batch_size: int) -> Trace:
+        """The forward-only run for a batch of this size."""
+        if batch_size not in self._evaluation:
+            self._evaluation[batch_size] = compile_forward(self._plan.resized(batch_size))
+        return self._evaluation[batch_size]
+
+
+ZorsePipelineModule.engine_class = ZorseEngine

@@ -1,0 +1,195 @@
+"""A list of layers, as `PipelineModule` takes it, as a source of stage models."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
+from torch import nn
+from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
+
+from zorse_ds.errors import ModelError
+from zorse_ds.ranges import Range
+
+Layer = LayerSpec | nn.Module | Callable[[Any], Any]
+
+
+class LayerListStage(nn.Module):
+    """The layers of one stage, called one after the other.
+
+    With `recompute`, each layer's activations are made anew in backward (non-re-entrant).
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        calls: Sequence[Callable[[Any], Any]],
+        names: dict[str, str],
+        ties: dict[str, int],
+        recompute: bool,
+    ) -> None:
+        super().__init__()
+        self.owned = nn.ModuleDict(modules)
+        self._calls = tuple(calls)
+        self._names = names
+        self._ties = ties
+        self._recompute = recompute
+
+    def forward(self, value: Any) -> Any:
+        """The stage's input → its output."""
+        recompute = self._recompute and self.training and torch.is_grad_enabled()
+        for call in self._calls:
+            value = checkpoint(call, value, use_reentrant=False) if recompute else call(value)
+        return value
+
+    def global_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """See `StageModel.global_parameters`."""
+        for local, parameter in self.owned.named_parameters():
+            yield self._names[local], parameter
+
+    def tie_of(self, name: str) -> int | None:
+        """See `StageModel.tie_of`."""
+        return self._ties.get(name)
+
+
+class LayerListStages:
+    """Builds stages out of `LayerSpec`, `TiedLayerSpec`, modules and plain functions.
+
+    Layers that share a key (`TiedLayerSpec`) or a parameter (modules) are tied, wherever a plan
+    puts them. A `LayerSpec` is built under a seed of its own, `base_seed` + layer index, so initial
+    weights do not depend on the plan.
+    """
+
+    def __init__(self, layers: Sequence[Layer], base_seed: int) -> None:
+        if not layers:
+            raise ModelError("layers is empty; expected at least one pipeline layer")
+        self._layers = list(layers)
+        self._base_seed = base_seed
+        self._sharing = _Sharing(self._layers)
+        self.tied_layers = self._sharing.tied_layers
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """One word a layer."""
+        return tuple(_name_of(layer) for layer in self._layers)
+
+    def build(
+        self, layers: Range, *, recompute: bool, owns: Callable[[int], bool]
+    ) -> LayerListStage:
+        """The stage of `layers`; `owns(tie)` says whether it is the first to use shared parameters."""
+        own = self._layers[layers.as_slice()]
+        own = self._copied_where_shared(own, layers, owns)
+        modules: dict[str, nn.Module] = {}
+        calls: list[Callable[[Any], Any]] = []
+        for index, layer in enumerate(own, layers.start):
+            key, module = self._module_of(index, layer, modules)
+            if module is not None:
+                modules[key] = module
+            calls.append(_call_of(layer, module))
+        names = {
+            f"{key}.{local}": self._sharing.canonical(key, local, module)
+            for key, module in modules.items()
+            for local, _ in module.named_parameters(remove_duplicate=False)
+        }
+        ties = {
+            name: tie for name in names.values() if (tie := self._sharing.tie_of(name)) is not None
+        }
+        return LayerListStage(modules, calls, names, ties, recompute)
+
+    def _module_of(
+        self, index: int, layer: Layer, built: dict[str, nn.Module]
+    ) -> tuple[str, nn.Module | None]:
+        if isinstance(layer, TiedLayerSpec):
+            key = f"tied_{layer.key}"
+            return key, built.get(key) or self._built(layer, self._sharing.first_of_key[layer.key])
+        key = str(index)
+        if isinstance(layer, LayerSpec):
+            return key, self._built(layer, index)
+        return key, layer if isinstance(layer, nn.Module) else None
+
+    def _built(self, spec: LayerSpec, seed_index: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._base_seed + seed_index)
+            return spec.build()
+
+    def _copied_where_shared(
+        self, own: list[Layer], layers: Range, owns: Callable[[int], bool]
+    ) -> list[Layer]:
+        """A stage that only borrows shared modules trains copies of its own."""
+        borrowed = self._sharing.ties_of_modules(layers)
+        if all(owns(tie) for tie in borrowed):
+            return own
+        memo: dict[int, Any] = {}
+        return [
+            copy.deepcopy(layer, memo) if isinstance(layer, nn.Module) else layer for layer in own
+        ]
+
+
+class _Sharing:
+    """Which layers of a list share parameters, and what the shared ones are called."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.first_of_key: dict[str, int] = {}
+        by_key: dict[str, list[int]] = {}
+        users: dict[int, list[int]] = {}
+        self._first_name: dict[int, str] = {}
+        self._modules = {i: layer for i, layer in enumerate(layers) if isinstance(layer, nn.Module)}
+        for index, layer in enumerate(layers):
+            if isinstance(layer, TiedLayerSpec):
+                self.first_of_key.setdefault(layer.key, index)
+                by_key.setdefault(layer.key, []).append(index)
+        for index, module in self._modules.items():
+            for local, parameter in module.named_parameters():
+                users.setdefault(id(parameter), []).append(index)
+                self._first_name.setdefault(id(parameter), f"{index}.{local}")
+        shared = {self._first_name[key]: tuple(at) for key, at in users.items() if len(at) > 1}
+        sets = dict.fromkeys(shared.values())
+        self._tie_of_layers = {at: i for i, at in enumerate(sets)}
+        self._tie_of_name = {name: self._tie_of_layers[at] for name, at in shared.items()}
+        self._tie_of_key = {key: len(sets) + i for i, key in enumerate(by_key)}
+        self.tied_layers = (*sets, *(tuple(at) for at in by_key.values()))
+
+    def canonical(self, key: str, local: str, module: nn.Module) -> str:
+        """The name of a parameter in the whole model: that of its first use."""
+        if key.startswith("tied_"):
+            return f"tied.{key.removeprefix('tied_')}.{local}"
+        original = self._modules.get(int(key))
+        if original is None:
+            return f"{key}.{local}"
+        parameters = dict(original.named_parameters(remove_duplicate=False))
+        return self._first_name[id(parameters[local])]
+
+    def tie_of(self, name: str) -> int | None:
+        """The tie that a parameter belongs to."""
+        if name.startswith("tied."):
+            return self._tie_of_key[name.removeprefix("tied.").rsplit(".", 1)[0]]
+        return self._tie_of_name.get(name)
+
+    def ties_of_modules(self, layers: Range) -> list[int]:
+        """Ties between modules that reach into a range of layers."""
+        return [
+            tie
+            for at, tie in self._tie_of_layers.items()
+            if any(layers.start <= index < layers.stop for index in at)
+        ]
+
+
+def _call_of(layer: Layer, module: nn.Module | None) -> Callable[[Any], Any]:
+    if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
+        return partial(layer.forward_fn, module)
+    if module is not None:
+        return module
+    if not callable(layer):
+        raise ModelError(
+            f"a layer is a {type(layer).__name__}; expected a LayerSpec, a module or a function"
+        )
+    return layer
+
+
+def _name_of(layer: Layer) -> str:
+    if isinstance(layer, LayerSpec):
+        return str(layer.typename.__name__)
+    return getattr(layer, "__name__", type(layer).__name__)

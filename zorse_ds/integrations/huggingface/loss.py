@@ -1,0 +1,31 @@
+"""The loss of a causal language model, as a sum that someone else divides once."""
+
+import torch
+from torch.nn import functional
+
+IGNORED_LABEL = -100
+
+
+def count_targets(labels: torch.Tensor) -> int:
+    """Number of targets in `labels` (b, t): those after the first position that are not -100."""
+    return int((labels[:, 1:] != IGNORED_LABEL).sum())
+
+
+class CausalLMLoss:
+    """Cross entropy of each position's logits with the label one position later."""
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Sum of the losses of all targets, and their number.
+
+        `logits` is (b, t, vocabulary), `labels` (b, t) with -100 for no target; labels are shifted
+        here. Logits that go on longer than the labels are padding on the right. The sum is in
+        float32, or float64 for float64 logits; without a target it is zero, with zero gradients.
+        """
+        length = labels.shape[1]
+        precision = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        predictions = logits[:, : length - 1].flatten(0, 1).to(precision)
+        targets = labels[:, 1:].flatten().to(logits.device)
+        loss_sum = functional.cross_entropy(
+            predictions, targets, ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+        return loss_sum, count_targets(labels)

@@ -1,0 +1,140 @@
+"""The factory of stages: reads a folder or configuration once, then builds any run of layers."""
+
+import copy
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from zorse_ds.errors import ModelError
+from zorse_ds.integrations.huggingface.loading import (
+    build_on_meta,
+    create_stage_model,
+    load_stage_model,
+    read_config,
+)
+from zorse_ds.integrations.huggingface.probe import probe
+from zorse_ds.integrations.huggingface.stage import CausalLMStage
+from zorse_ds.integrations.huggingface.structure import ModelStructure
+
+
+class CausalLMStages:
+    """Builds the pruned model of one pipeline stage out of a Hugging Face folder or configuration.
+
+    Attributes: `layer_names`, one per pipeline layer; `tied_layers`, tuples of layers that share
+    parameters; `parameter_counts`, parameters per pipeline layer (a tied head counts in both);
+    `config`, `dtype`, `structure`, and `folder` (None for random weights).
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        folder: Path | None,
+        dtype: torch.dtype,
+        attn_implementation: str | None,
+        seed: int,
+    ) -> None:
+        where = str(folder / "config.json") if folder else f"the {type(config).__name__} given"
+        model = build_on_meta(config, where, attn_implementation)
+        shapes = [(n, p.numel()) for n, p in model.named_parameters(remove_duplicate=False)]
+        # A composite model's language model goes by its own part of the configuration.
+        self.config: PretrainedConfig = copy.deepcopy(model.config)
+        self.structure: ModelStructure = probe(model)
+        self.folder = folder
+        self.dtype = dtype
+        self._attn_implementation = attn_implementation
+        self._seed = seed
+        self.layer_names: tuple[str, ...] = self.structure.layer_names
+        last = self.structure.num_layers - 1
+        self.tied_layers: tuple[tuple[int, ...], ...] = ((0, last),) if self.structure.ties else ()
+        counts = [0] * self.structure.num_layers
+        for name, size in shapes:
+            counts[self.structure.layer_of(name)] += size
+        self.parameter_counts: tuple[int, ...] = tuple(counts)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        attn_implementation: str | None = None,
+    ) -> "CausalLMStages":
+        """Read and probe the configuration in `folder`; weights are read by `build`.
+
+        Raises ModelError when the folder is no checkpoint of a causal language model with
+        safetensors weights, or its model cannot be cut into stages.
+        """
+        folder = Path(folder)
+        return cls(
+            read_config(folder),
+            folder=folder,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            seed=0,
+        )
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PretrainedConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        attn_implementation: str | None = None,
+    ) -> "CausalLMStages":
+        """Probe a configuration; `build` draws weights that `seed` and nothing else decides.
+
+        Raises ModelError when its model cannot be cut into stages.
+        """
+        return cls(
+            copy.deepcopy(config),
+            folder=None,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            seed=seed,
+        )
+
+    def build(
+        self,
+        start: int,
+        stop: int,
+        *,
+        recompute: bool = False,
+        device: str | torch.device = "cpu",
+    ) -> CausalLMStage:
+        """The stage of pipeline layers [start, stop), with weights, in training mode.
+
+        With `recompute` blocks keep only their input and run again in the backward pass. Raises
+        ModelError for an empty range, one outside the model, or weights that are not there.
+        """
+        num_layers = self.structure.num_layers
+        if not 0 <= start < stop <= num_layers:
+            raise ModelError(
+                f"layers [{start}, {stop}) are no stage of {self.structure.model_class.__name__}; "
+                f"expected a non-empty range within [0, {num_layers})"
+            )
+        model = self._model(start, stop)
+        model.to(torch.device(device))
+        return CausalLMStage(model, self.structure, start, stop, recompute=recompute)
+
+    def _model(self, start: int, stop: int) -> PreTrainedModel:
+        """The pruned model, with weights from the folder or from the seed."""
+        if self.folder is not None:
+            return load_stage_model(
+                self.folder,
+                self.config,
+                self.structure,
+                (start, stop),
+                dtype=self.dtype,
+                attn_implementation=self._attn_implementation,
+            )
+        return create_stage_model(
+            self.config,
+            self.structure,
+            (start, stop),
+            dtype=self.dtype,
+            attn_implementation=self._attn_implementation,
+            seed=self._seed,
+        )
