@@ -9,10 +9,8 @@ The DeepSpeed JSON names the plan: {"zorse": {"plan": "launch/plans/demo.json"}}
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -122,9 +120,8 @@ def check_export(folder: str, batch: Samples, expected_loss: float) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    config = json.loads(Path(args.deepspeed_config).read_text())
-    plan = zorse_ds.Plan.load(config["zorse"]["plan"])
-    model = zorse_ds.from_pretrained(args.model, plan=plan)
+    model = zorse_ds.from_pretrained(args.model, config=args.deepspeed_config)
+    plan = model.plan
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     dataset, heldout = (prepare(args, tokenizer, text) for text in (args.train, args.heldout))
     heldout = heldout.select(range(min(args.heldout_samples, len(heldout))))

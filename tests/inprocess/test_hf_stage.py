@@ -90,6 +90,23 @@ def test_random_weights_do_not_depend_on_the_cut(name: str) -> None:
     assert not any(torch.equal(whole[a], whole[b]) for a, b in zip(blocks, twins, strict=True))
 
 
+def test_tied_weights_do_not_depend_on_what_is_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage with the head draws the tied embeddings without the positions before them."""
+    model = hf.models.gpt2.modeling_gpt2.GPT2Model
+    original = model.__init__
+
+    def positions_first(self: nn.Module, config: Any) -> None:
+        original(self, config)
+        self._modules = {"wpe": self._modules.pop("wpe"), **self._modules}
+
+    monkeypatch.setattr(model, "__init__", positions_first)
+    stages = CausalLMStages.from_config(CONFIGS["gpt2"]())
+    assert stages.layer_names[0] == "transformer.wpe+transformer.wte"
+    first, last = stages.build(0, 1), stages.build(4, 5)
+    for key, parameter in last.tied_parameters().items():
+        assert torch.equal(parameter, dict(first.global_parameters())[key])
+
+
 @pytest.mark.parametrize("name", ["llama3_rope", "gpt2", "gemma3", "mamba"])
 def test_random_weights_are_spread_as_the_model_wants(name: str) -> None:
     config = CONFIGS[name]()
@@ -133,6 +150,20 @@ def test_middle_stages_pass_masks_on() -> None:
     assert stages.build(1, 2)((hidden, mask, positions))[1] is mask
 
 
+def test_rotary_embeddings_follow_the_weights_not_the_message() -> None:
+    """Hidden states sent in fewer bits must not coarsen what the stage computes by itself."""
+    stage = CausalLMStages.from_config(CONFIGS["llama"]()).build(2, 3)
+    dtypes = []
+
+    def note(_block: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        dtypes.append(kwargs["position_embeddings"][0].dtype)
+
+    stage.model.model.layers[1].register_forward_pre_hook(note, with_kwargs=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        stage((torch.randn(2, 7, 16, dtype=torch.bfloat16), None, None))
+    assert dtypes == [torch.float32]
+
+
 def test_dropout_follows_the_mode() -> None:
     stage = CausalLMStages.from_config(CONFIGS["gpt2"]()).build(0, 5)
     batch = make_batch()
@@ -169,7 +200,7 @@ ZAMBA2 = {
     "attention_head_dim": 8,
 }
 REFUSED = {
-    "per-layer embeddings": (lambda: hf.Gemma4TextConfig(**SIZES, **GEMMA4), "argument 1, which"),
+    "shared keys": (lambda: hf.Gemma4TextConfig(**SIZES, **GEMMA4), "shared_kv_states, a KV"),
     "embeddings in each block": (lambda: hf.Zamba2Config(**SIZES, **ZAMBA2), "argument 1, which"),
     "blocks left out": (lambda: hf.OPTConfig(**OPT, **HEADS, layerdrop=0.1), "layerdrop"),
     "loss over blocks": (
@@ -201,7 +232,8 @@ def patched(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda _: {"shared": {"keys": 1}}, "argument shared, a dict"),
+        (lambda _: {"shared": {}}, "argument shared, a dict"),
+        (lambda _: {"shared": []}, "argument shared, a list"),
         (lambda kwargs: {"ids": kwargs["input_ids"]}, "argument ids, which a later stage cannot"),
     ],
 )

@@ -2,38 +2,86 @@
 
 The textbook `stages - stage` assumes equal widths and sizes; as a hard limit it cannot finish many
 asymmetric plans. The routes know better: the backward of a micro-batch needs every micro-batch that
-overlaps it downstream, those need every micro-batch that overlaps them upstream, and meanwhile each
-stage below works on one round of its own.
+overlaps it downstream, and those need every micro-batch that overlaps them upstream.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 from zorse_ds.core.layout import Layout, MicroBatch
+from zorse_ds.schedule.ticks import forward_ends, forward_ticks
 
 InFlightLimits = dict[tuple[int, int], int]
 """(rank, stage) → the most micro-batches between their forward and the end of their backward."""
 
 
 def in_flight_limits(layout: Layout) -> InFlightLimits:
-    """Limits that no run can deadlock under, and that keep every stage of a 1F1B pipeline busy.
-
-    For sample position x let `reach_s(x)` be the position up to which stage s must have run
-    forward before the backward of everything before x can end. At the last stage that is the end
-    of the micro-batch that holds x. Above, x is widened to whole micro-batches on the way down and
-    back up, and one round of the stage below (a micro-batch a rank) is added, which that stage
-    runs meanwhile. With equal widths and sizes this gives the textbook numbers. Linear.
+    """The larger of what the routes demand and what the clock needs; the textbook numbers when
+    widths and sizes are equal. Linear but for one sort a stage.
     """
-    limits: InFlightLimits = {}
-    reach: list[int] = []
-    for stage in reversed(range(layout.num_stages)):
-        micro_batches = layout.micro_batches[stage]
-        if stage + 1 == layout.num_stages:
-            reach = [micro_batch.samples.stop for micro_batch in micro_batches]
-        else:
-            reach = _reach_above(micro_batches, layout.micro_batches[stage + 1], reach)
-        for rank, count in _most_within_reach(micro_batches, reach).items():
-            limits[rank, stage] = count
+    enough, busy = limits_to_finish(layout), limits_to_stay_busy(layout)
+    return {key: max(enough[key], busy[key]) for key in enough}
+
+
+def limits_to_finish(layout: Layout) -> InFlightLimits:
+    """Limits that no run can deadlock under: the closure of the routes, along the sample axis.
+
+    For each micro-batch, the sample up to which its stage must have run forward before the backward
+    of everything up to the micro-batch can end: at the last stage the micro-batch's own end; above,
+    its end widened to whole micro-batches all the way down and back up. The oldest sample whose
+    backward has not ended can then always get there, so something can always run.
+    """
+    ends = [[each.samples.stop for each in own] for own in layout.micro_batches]
+    reach = ends[-1]
+    limits = _most_within_reach(layout, layout.num_stages - 1, ends[-1], reach)
+    for stage in reversed(range(layout.num_stages - 1)):
+        above, below = ends[stage], ends[stage + 1]
+        needed = (reach[bisect_left(below, end)] for end in above)
+        reach = [above[bisect_left(above, sample)] for sample in needed]
+        limits |= _most_within_reach(layout, stage, above, reach)
     return limits
+
+
+def limits_to_stay_busy(layout: Layout) -> InFlightLimits:
+    """Limits that keep the stages of a 1F1B pipeline busy, by the integer clock.
+
+    The same closure in time: for each micro-batch, how far (in forward ticks of its stage) its
+    stage will have run forward when its backward ends. Ends of forwards take the place of sample
+    numbers, for a long micro-batch ends later than the short ones beside it; and with each stage
+    goes the longest micro-batch of the stage below, which runs meanwhile.
+    """
+    ends = [forward_ends(own) for own in layout.micro_batches]
+    reach = ends[-1]
+    limits = _most_within_reach(layout, layout.num_stages - 1, ends[-1], reach)
+    for stage in reversed(range(layout.num_stages - 1)):
+        meanwhile = max(forward_ticks(layout.micro_batches[stage + 1]))
+        needed = [
+            max(reach[transfer.target] for transfer in layout.outgoing[stage, each.index])
+            for each in layout.micro_batches[stage]
+        ]
+        fed = _Feed(layout, stage, ends)
+        reach = [max(tick, fed.by(tick)) + meanwhile for tick in needed]
+        limits |= _most_within_reach(layout, stage, ends[stage], reach)
+    return limits
+
+
+class _Feed:
+    """When a stage has fed all that ends at the stage below by some tick."""
+
+    def __init__(self, layout: Layout, stage: int, ends: Sequence[Sequence[int]]) -> None:
+        above, below = ends[stage], ends[stage + 1]
+        by_end = sorted(range(len(below)), key=below.__getitem__)
+        self.ticks = [below[target] for target in by_end]
+        last_source = (
+            max(above[transfer.source] for transfer in layout.incoming[stage + 1, target])
+            for target in by_end
+        )
+        self.fed = list(accumulate(last_source, max))
+
+    def by(self, tick: int) -> int:
+        """The latest end of a forward of the stage that is needed by `tick`."""
+        return self.fed[bisect_right(self.ticks, tick) - 1]
 
 
 def all_in_flight(layout: Layout) -> InFlightLimits:
@@ -46,34 +94,19 @@ def all_in_flight(layout: Layout) -> InFlightLimits:
     return limits
 
 
-def samples_a_round(micro_batches: tuple[MicroBatch, ...]) -> int:
-    """Samples that a group works on at once: the largest micro-batch of each rank."""
-    largest: dict[int, int] = {}
-    for micro_batch in micro_batches:
-        largest[micro_batch.rank] = max(largest.get(micro_batch.rank, 0), micro_batch.samples.size)
-    return sum(largest.values())
-
-
-def _reach_above(
-    above: tuple[MicroBatch, ...], below: tuple[MicroBatch, ...], reach_below: list[int]
-) -> list[int]:
-    ends_above = [micro_batch.samples.stop for micro_batch in above]
-    ends_below = [micro_batch.samples.stop for micro_batch in below]
-    meanwhile = samples_a_round(below)
-    reach = []
-    for end in ends_above:
-        needed = reach_below[bisect_left(ends_below, end)] + meanwhile
-        reach.append(ends_above[min(bisect_left(ends_above, needed), len(above) - 1)])
-    return reach
-
-
-def _most_within_reach(micro_batches: tuple[MicroBatch, ...], reach: list[int]) -> dict[int, int]:
-    own: dict[int, list[tuple[int, int]]] = {}
-    for micro_batch, limit in zip(micro_batches, reach, strict=True):
-        own.setdefault(micro_batch.rank, []).append((micro_batch.samples.stop, limit))
-    most = {}
-    for rank, pairs in own.items():
-        ends = [end for end, _ in pairs]
-        counts = (bisect_left(ends, limit + 1) - i for i, (_, limit) in enumerate(pairs))
-        most[rank] = max(counts)
-    return most
+def _most_within_reach(
+    layout: Layout, stage: int, ends: Sequence[int], reach: Sequence[int]
+) -> InFlightLimits:
+    """Per rank, the most of its micro-batches from one to the first that ends at its reach."""
+    own: dict[int, list[MicroBatch]] = {}
+    for micro_batch in layout.micro_batches[stage]:
+        own.setdefault(micro_batch.rank, []).append(micro_batch)
+    limits: InFlightLimits = {}
+    for rank, micro_batches in own.items():
+        own_ends = [ends[each.index] for each in micro_batches]
+        last = len(own_ends) - 1
+        limits[rank, stage] = max(
+            min(bisect_left(own_ends, reach[each.index]), last) - i + 1
+            for i, each in enumerate(micro_batches)
+        )
+    return limits

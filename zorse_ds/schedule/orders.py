@@ -1,8 +1,6 @@
 """The compute order: which rank runs which micro-batch of which stage, forward or backward, when.
 
-The order comes from running the plan on a clock of whole numbers, in which every rank needs equal
-time for its share of the batch, as a good plan intends. Nothing measured enters, so every rank
-finds the same order.
+The order comes from running the plan on the integer clock, so every rank finds the same order.
 """
 
 import heapq
@@ -13,14 +11,10 @@ from typing import Literal
 from zorse_ds.core.layout import Layout
 from zorse_ds.errors import ScheduleError
 from zorse_ds.schedule.inflight import InFlightLimits
+from zorse_ds.schedule.ticks import BACKWARD_COST, forward_ticks
 
 Phase = Literal["forward", "backward"]
 Schedule = Literal["1f1b", "gpipe", "forward"]
-
-SHARE_TICKS = 1 << 20
-"""Ticks in which a rank runs its whole share of the batch forward through one stage."""
-BACKWARD_COST = 2
-"""A backward pass takes about twice a forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +127,11 @@ def compute_order(layout: Layout, limits: InFlightLimits, schedule: Schedule) ->
 def _lanes(layout: Layout, limits: InFlightLimits) -> dict[tuple[int, int], _Lane]:
     lanes: dict[tuple[int, int], _Lane] = {}
     for stage, micro_batches in enumerate(layout.micro_batches):
-        for micro_batch in micro_batches:
+        for micro_batch, ticks in zip(micro_batches, forward_ticks(micro_batches), strict=True):
             key = (micro_batch.rank, stage)
             lane = lanes.setdefault(key, _Lane(*key, limits[key]))
             lane.forwards.append(micro_batch.index)
-            lane.ticks[micro_batch.index] = micro_batch.samples.size
-    for lane in lanes.values():
-        share = sum(lane.ticks.values())
-        lane.ticks = {i: SHARE_TICKS * size // share for i, size in lane.ticks.items()}
+            lane.ticks[micro_batch.index] = ticks
     return lanes
 
 

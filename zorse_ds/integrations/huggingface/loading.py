@@ -122,7 +122,7 @@ def load_stage_model(
             output_loading_info=True,
             **_attention(attn_implementation),
         )
-    except (RuntimeError, ValueError, OSError) as problem:
+    except Exception as problem:  # files may be damaged in any way, and fail in any code
         raise ModelError(
             f"{folder}: layers {list(layers)} cannot be loaded ({_first_line(problem)}); expected "
             f"weights that fit {structure.model_class.__name__} and config.json"
@@ -150,13 +150,22 @@ def create_stage_model(
     attn_implementation: str | None,
     seed: int,
 ) -> PreTrainedModel:
-    """Layers [start, stop) with random weights, on the CPU."""
+    """Layers [start, stop) with random weights, on the CPU.
+
+    Raises ModelError when the model's initialisation needs layers that are not there.
+    """
     model_class = _pruning_class(structure, *layers)
-    with torch.device("meta"), no_tie_weights():
-        model: PreTrainedModel = model_class._from_config(
-            copy.deepcopy(config), dtype=dtype, **_attention(attn_implementation)
-        )
-    initialise(model, structure, *layers, seed)
+    try:
+        with torch.device("meta"), no_tie_weights():
+            model: PreTrainedModel = model_class._from_config(
+                copy.deepcopy(config), dtype=dtype, **_attention(attn_implementation)
+            )
+        initialise(model, structure, *layers, seed)
+    except AttributeError as problem:  # some models initialise blocks from outside, by name
+        raise ModelError(
+            f"layers {list(layers)} of {structure.model_class.__name__} cannot be initialised on "
+            f"their own ({_first_line(problem)}); expected a model that does so module by module"
+        ) from problem
     return model
 
 

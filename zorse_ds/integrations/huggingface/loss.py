@@ -14,6 +14,9 @@ def count_targets(labels: torch.Tensor) -> int:
 class CausalLMLoss:
     """Cross entropy of each position's logits with the label one position later."""
 
+    count_targets = staticmethod(count_targets)
+    """Lets the divisor of a step be known before its first backward."""
+
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Sum of the losses of all targets, and their number.
 

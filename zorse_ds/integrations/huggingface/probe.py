@@ -47,10 +47,15 @@ def probe(model: PreTrainedModel) -> ModelStructure:
         with torch.enable_grad():
             return _probe(model.eval())
     except RefusalError as refusal:
-        reason = str(refusal)
+        raise _refusal(model, str(refusal)) from None
     except Exception as problem:  # a model whose own code fails when probed is refused as well
         reason = f"running it without its weights fails ({type(problem).__name__}: {problem})"
-    raise ModelError(
+        raise _refusal(model, reason) from problem
+
+
+def _refusal(model: PreTrainedModel, reason: str) -> ModelError:
+    """The error for a model that is not understood."""
+    return ModelError(
         f"{type(model).__name__} cannot be cut into stages: {reason}; expected decoder blocks that "
         "hand on one hidden state and depend on nothing else from before them"
     )

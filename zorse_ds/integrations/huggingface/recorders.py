@@ -82,7 +82,11 @@ class BlockRecorder(nn.Module):
         arguments.update(kwargs)
         hidden = arguments.pop(where)
         output = pattern(hidden.shape, hidden.dtype, seed=self._index)
-        others = dict(_leaves(arguments))
+        others = {
+            path: leaf
+            for key, value in arguments.items()
+            for path, leaf in _leaves(value, f"{key}")
+        }
         recording.blocks.append(BlockCall(self._index, where, hidden, others, output))
         return (output,) if recording.blocks_return_tuple else output
 
@@ -138,18 +142,17 @@ def _hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str
     raise RefusalError("its blocks get no hidden state as first argument or as hidden_states")
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Tensors and scalars in the arguments of a block, with their paths.
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Tensors and scalars in an argument of a block, with their paths.
 
-    Anything else (a dict to be filled, a cache) could carry something from block to block.
+    Anything else could carry something from block to block: a dict or list to be filled, a cache.
     """
     if isinstance(value, PLAIN_TYPES):
         yield path, value
-    elif isinstance(value, tuple | list) or (isinstance(value, dict) and not path):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            yield from _leaves(item, f"{path}.{key}" if path else f"{key}")
-    elif value != {}:
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{i}")
+    else:
         raise RefusalError(
             f"its blocks get argument {path}, a {type(value).__name__}, which could carry more "
             "than the hidden state from block to block"

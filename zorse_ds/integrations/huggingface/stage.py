@@ -105,6 +105,10 @@ class CausalLMStage(nn.Module):
         tied = self.structure.tied_sources
         return {name: parameter for name, parameter in self.global_parameters() if name in tied}
 
+    def tie_of(self, name: str) -> int | None:
+        """Index in `tied_layers` of the tie a parameter belongs to, None for most."""
+        return 0 if name in self.structure.tied_sources else None
+
     def layer_of(self, name: str) -> int:
         """Pipeline layer of a parameter, by its name in `global_parameters`."""
         return self.structure.layer_of(name)

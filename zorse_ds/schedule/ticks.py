@@ -1,0 +1,33 @@
+"""The integer clock: time in whole ticks that follow from the plan alone.
+
+Every rank needs equal time for its share of the batch, as a good plan intends. Nothing measured
+enters, so every rank finds the same times.
+"""
+
+from collections.abc import Sequence
+
+from zorse_ds.core.layout import MicroBatch
+
+SHARE_TICKS = 1 << 20
+"""Ticks in which a rank runs its whole share of the batch forward through one stage."""
+BACKWARD_COST = 2
+"""A backward pass takes about twice a forward pass."""
+
+
+def forward_ticks(micro_batches: Sequence[MicroBatch]) -> list[int]:
+    """Ticks of each micro-batch's forward pass, given all micro-batches of its group."""
+    shares: dict[int, int] = {}
+    for micro_batch in micro_batches:
+        size = micro_batch.samples.size
+        shares[micro_batch.rank] = shares.get(micro_batch.rank, 0) + size
+    return [SHARE_TICKS * each.samples.size // shares[each.rank] for each in micro_batches]
+
+
+def forward_ends(micro_batches: Sequence[MicroBatch]) -> list[int]:
+    """When each micro-batch's forward ends if its rank runs one forward after the other."""
+    now: dict[int, int] = {}
+    ends = []
+    for micro_batch, ticks in zip(micro_batches, forward_ticks(micro_batches), strict=True):
+        now[micro_batch.rank] = now.get(micro_batch.rank, 0) + ticks
+        ends.append(now[micro_batch.rank])
+    return ends
