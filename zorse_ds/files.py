@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def parse_json(text: str, where: str, error: type[ZorseError]) -> dict[str, Any]
     """Parse a JSON object; `where` names the source in the sentence of `error`."""
 
     def refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        repeated = sorted({key for key in keys if keys.count(key) > 1})
+        counts = Counter(key for key, _ in pairs)
+        repeated = sorted(key for key, count in counts.items() if count > 1)
         if repeated:
             raise error(f"{where}: key {repeated[0]!r} is given twice in one object; expected once")
         return dict(pairs)
@@ -40,6 +41,9 @@ def parse_json(text: str, where: str, error: type[ZorseError]) -> dict[str, Any]
         ) from None
     except RecursionError:
         raise error(f"{where} is nested too deeply; expected a flat JSON object") from None
+    except ValueError:
+        # Python refuses to read a number of thousands of digits.
+        raise error(f"{where} holds a number that is too long; expected JSON") from None
     if not isinstance(value, dict):
         raise error(f"{where} holds a {type(value).__name__}; expected a JSON object {{...}}")
     return value

@@ -131,7 +131,8 @@ def make_plan(
     recompute: str = "none",
     cut: Sequence[int] | None = None,
 ) -> Plan:
-    """A plan out of micro-batch sizes. `zero_levels` go round the groups, `weights` the ranks.
+    """A plan out of micro-batch sizes. `zero_levels` go round the groups, `weights` round the ranks
+    of each group; where all are 0 the last rank gets 1.
 
     `cut`: first layers of all stages but the first; default: as even as can be.
     """
@@ -140,16 +141,20 @@ def make_plan(
     data: list[dict[str, Any]] = []
     for index, ranks in enumerate(groups):
         gpus = [
-            {"rank": first + i, "micro_batches": list(sizes), "shard_weight": weights[i % len(weights)]}
+            {
+                "rank": first + i,
+                "micro_batches": list(sizes),
+                "shard_weight": weights[i % len(weights)],
+            }
             for i, sizes in enumerate(ranks)
         ]
+        if not any(gpu["shard_weight"] for gpu in gpus):
+            gpus[-1]["shard_weight"] = 1
         zero_level = zero_levels[index % len(zero_levels)]
         group = {"name": f"g{index}", "gpus": gpus, "zero_level": zero_level}
         data.append({**group, "recompute": recompute})
         first += len(ranks)
-    stages = [
-        {"group": f"g{i}", "layers": [bounds[i], bounds[i + 1]]} for i in range(len(groups))
-    ]
+    stages = [{"group": f"g{i}", "layers": [bounds[i], bounds[i + 1]]} for i in range(len(groups))]
     size = sum(sum(sizes) for sizes in groups[0])
     return Plan.from_dict(
         {"global_batch_size": size, "schedule": schedule, "groups": data, "stages": stages}

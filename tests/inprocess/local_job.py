@@ -137,9 +137,7 @@ class _Rank:
         """Collective over the plan's ranks."""
         process_group = lambda ranks: self.world.process_group(self.rank, ranks)  # noqa: E731
         everybody = process_group(range(self.world.size))
-        parts = RankParts(
-            self.rank, self.plan, self.ties, self.models, process_group, everybody
-        )
+        parts = RankParts(self.rank, self.plan, self.ties, self.models, process_group, everybody)
         group = {id(p): self.job.group_of(name) for name, p in self.parameters()}
         groups = ParamGroups(list(self.job.options), lambda p: group[id(p)])
         optimizer = build_optimizer(parts, groups, self.job.make_optimizer, self.originals)
@@ -161,14 +159,15 @@ class _Rank:
 
     def masters(self, optimizer: ShardedOptimizer) -> Values:
         """The own part of each parameter that the optimizer steps, `name[start:stop]`."""
-        return {
-            f"{name}[{part.start}:{part.stop}]": bucket.master.detach()[
-                part.relative_to(bucket.window.start).as_slice()
-            ].clone()
-            for bucket in optimizer.buckets
-            for name, window in zip(bucket.flat.names, bucket.flat.windows, strict=True)
-            if (part := window.intersect(bucket.window)).size
-        }
+        parts: Values = {}
+        for bucket in optimizer.buckets:
+            for name, window in zip(bucket.flat.names, bucket.flat.windows, strict=True):
+                own = window.intersect(bucket.window)
+                if own.size:
+                    start, stop = own.relative_to(window.start)
+                    part = bucket.master.detach()[own.relative_to(bucket.window.start).as_slice()]
+                    parts[f"{name}[{start}:{stop}]"] = part.clone()
+        return parts
 
     def _cast(self, dtype: torch.dtype) -> None:
         self.originals = self.values()
@@ -176,9 +175,7 @@ class _Rank:
             model.to(dtype)
 
 
-def _stage(
-    source: LayerListStages, plan: Plan, stage: int, ties: Sequence[Tie]
-) -> LayerListStage:
+def _stage(source: LayerListStages, plan: Plan, stage: int, ties: Sequence[Tie]) -> LayerListStage:
     owners = {tie.index: tie.owner for tie in ties}
     return source.build(
         plan.stages[stage].layers,

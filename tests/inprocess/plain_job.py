@@ -115,7 +115,7 @@ def train_plainly(
             optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        outcome.losses.append(float(loss))
+        outcome.losses.append(float(loss.detach()))
         outcome.norms.append(norm)
         values = {name: p.detach().clone() for name, p in model.named_parameters().items()}
         outcome.values.append(values)

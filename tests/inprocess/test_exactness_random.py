@@ -42,7 +42,9 @@ def check(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", range(0, 300, SEEDS_A_TEST), ids=lambda first: f"seeds{first}-{first + SEEDS_A_TEST - 1}"
+    "first",
+    range(0, 300, SEEDS_A_TEST),
+    ids=lambda first: f"seeds{first}-{first + SEEDS_A_TEST - 1}",
 )
 def test_random_plans(first: int) -> None:
     for seed in range(first, first + SEEDS_A_TEST):

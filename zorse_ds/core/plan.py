@@ -18,6 +18,9 @@ from zorse_ds.ranges import Range, apportion, consecutive
 
 Recompute = Literal["none", "full"]
 
+_MOST = 2**31 - 1
+"""Ranks, samples and layers are numbered in 32 bits."""
+
 
 def _to_range(value: object) -> object:
     if isinstance(value, Range):
@@ -25,21 +28,30 @@ def _to_range(value: object) -> object:
     whole = isinstance(value, list | tuple) and len(value) == 2
     if not whole or any(type(bound) is not int for bound in value):  # type: ignore[attr-defined]
         raise ValueError("two whole numbers [first, one behind the last]")
+    if not all(0 <= bound <= _MOST for bound in value):  # type: ignore[attr-defined]
+        raise ValueError(f"two whole numbers from 0 to {_MOST}")
     return Range(*value)  # type: ignore[misc]
 
 
 LayerRange = Annotated[Range, BeforeValidator(_to_range), PlainSerializer(list)]
-MicroBatchSize = Annotated[int, Field(ge=1)]
+MicroBatchSize = Annotated[int, Field(ge=1, le=_MOST)]
 
 
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _whole(value: object) -> object:
+    """A literal number takes what equals it: `true` for 1, 2.0 for 2."""
+    if type(value) is not int:
+        raise ValueError("a whole number")
+    return value
+
+
 class GpuShare(StrictModel):
     """What one rank does inside its group."""
 
-    rank: int = Field(ge=0)
+    rank: int = Field(ge=0, le=_MOST)
     micro_batches: Annotated[tuple[MicroBatchSize, ...], BeforeValidator(_as_tuple)]
     """Samples in each of the rank's micro-batches of a step, in the order it runs them."""
     shard_weight: float = Field(default=1.0, ge=0)
@@ -56,7 +68,7 @@ class GpuGroup(StrictModel):
 
     name: str = Field(min_length=1)
     gpus: Annotated[tuple[GpuShare, ...], BeforeValidator(_as_tuple)]
-    zero_level: Literal[0, 1, 2, 3] = 0
+    zero_level: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)] = 0
     recompute: Recompute = "none"
     offload: Literal["none", "params", "params+activations"] = "none"
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -80,8 +92,8 @@ class Stage(StrictModel):
 class Plan(StrictModel):
     """The whole decision: groups, stages, batch and schedule."""
 
-    version: Literal[1] = 1
-    global_batch_size: int = Field(ge=1)
+    version: Annotated[Literal[1], BeforeValidator(_whole)] = 1
+    global_batch_size: int = Field(ge=1, le=_MOST)
     schedule: Literal["1f1b", "gpipe", "ministage"] = "1f1b"
     groups: Annotated[tuple[GpuGroup, ...], BeforeValidator(_as_tuple)]
     stages: Annotated[tuple[Stage, ...], BeforeValidator(_as_tuple)]
@@ -95,6 +107,8 @@ class Plan(StrictModel):
             problems = problems_of(error, cls)
             rest = without_faults(data, error, cls) if isinstance(data, dict) else None
             if rest is not None:
+                # A misspelt schedule is told once; "ministage" allows every shape of a plan.
+                rest.setdefault("schedule", "ministage")
                 problems += plan_problems(cls.model_validate(rest))
             raise PlanError(problems) from None
         problems = plan_problems(plan)
@@ -160,6 +174,7 @@ class Plan(StrictModel):
         Every group cuts the new batch in proportion to its micro-batches; those that would be
         empty fall away, so a rank may end with none.
         """
+        assert batch_size >= 1, f"a global batch of {batch_size} samples"
         if batch_size == self.global_batch_size:
             return self
         groups = tuple(_resized_group(group, batch_size) for group in self.groups)

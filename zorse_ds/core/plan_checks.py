@@ -77,9 +77,9 @@ def _weights(plan: "Plan") -> Iterator[str]:
 
 def _tiling(plan: "Plan") -> Iterator[str]:
     end = 0
+    before = "the model starts at 0"
     for i, stage in enumerate(plan.stages):
         start, stop = stage.layers
-        before = f"stages[{i - 1}] ends at {end}" if i else "the model starts at 0"
         if start != end:
             yield f"stages[{i}].layers is [{start}, {stop}], but {before}; expected [{end}, …]"
         if stop <= start:
@@ -87,7 +87,9 @@ def _tiling(plan: "Plan") -> Iterator[str]:
                 f"stages[{i}].layers is [{start}, {stop}], which holds no layer; expected at "
                 f"least [{start}, {start + 1}]"
             )
-        end = max(end, stop)
+        if stop > end:
+            end = stop
+            before = f"stages[{i}] ends at {end}"
 
 
 def _hosts(plan: "Plan") -> Iterator[str]:

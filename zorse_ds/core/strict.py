@@ -1,8 +1,9 @@
 """Strict parsing of hand-written JSON: pydantic's findings in the product's own sentences."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -17,8 +18,10 @@ class StrictModel(BaseModel):
 
 
 def nearest(found: object, choices: Iterable[str]) -> str | None:
-    """The choice that looks most like `found`, or None when none comes close."""
-    matches = difflib.get_close_matches(str(found), list(choices), n=1, cutoff=0.5)
+    """The choice that looks most like `found`, or None when it is no text or none comes close."""
+    if not isinstance(found, str):
+        return None
+    matches = difflib.get_close_matches(found, list(choices), n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 
@@ -38,7 +41,11 @@ def path_text(location: Sequence[int | str]) -> str:
     """`("stages", 1, "layers")` as `stages[1].layers`."""
     text = ""
     for step in location:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            name = step if step.isprintable() and step else repr(step)
+            text += f".{name}" if text else name
     return text or "the file"
 
 
@@ -55,32 +62,32 @@ def without_faults(
     It lets the checks that come after parsing speak too, so that all problems are told at once.
     Entries of lists are kept (their position means something): then the answer is None.
     """
-    copy: dict[str, Any] = _copied(data)
+    rest: Any = data
     for detail in error.errors(include_url=False):
-        *parents, last = detail["loc"]
-        if detail["type"] == "missing" or not isinstance(last, str):
+        location = detail["loc"]
+        if detail["type"] == "missing" or not location or not isinstance(location[-1], str):
             return None
-        holder: Any = copy
-        for step in parents:
-            holder = holder[step]
-        if not isinstance(holder, dict) or last not in holder:
-            return None
-        del holder[last]
+        rest = _without(rest, location)
     try:
-        model.model_validate(copy)
+        model.model_validate(rest)
     except ValidationError:
         return None
-    return copy
+    return cast(dict[str, Any], rest)
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+def _without(value: Any, location: Sequence[int | str]) -> Any:
+    """A copy of `value` that lacks the entry at `location`; only what lies on the way is copied."""
+    first, *deeper = location
+    if isinstance(value, dict) and first in value:
+        others = {key: item for key, item in value.items() if key != first}
+        return {**others, first: _without(value[first], deeper)} if deeper else others
+    if isinstance(value, list) and isinstance(first, int) and deeper:
+        return [_without(item, deeper) if i == first else item for i, item in enumerate(value)]
+    return value
 
 
 def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
-    where = path_text([step for step in detail["loc"] if not str(step).startswith("function-")])
+    where = path_text(detail["loc"])
     kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         known = _known_keys(model, detail["loc"][:-1])
@@ -89,9 +96,7 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "missing":
         return f"{where} is missing; expected it beside {_shown(found)}"
     if kind == "literal_error":
-        choices = [
-            part.strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(", ")
-        ]
+        choices = re.findall("'([^']+)'", context["expected"])
         return f"{where} is {_shown(found)}; expected {context['expected']}{suggestion(found, choices)}"
     return f"{where} is {_shown(found)}; expected {_expected(detail['msg'], kind, context)}"
 
@@ -120,7 +125,11 @@ def _expected(message: str, kind: str, context: dict[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        # Nested thousands deep, or a number of thousands of digits.
+        return "too long to show"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -1,0 +1,1 @@
+"""One rank's work in torch: executes its program and knows a plan, nothing else."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zorse_ds.core.plan import Plan
+from zorse_ds.core.shards import shard_layout
 from zorse_ds.errors import ModelError
 from zorse_ds.runtime.flat import FlatParameters, NamedParameter
 from zorse_ds.runtime.optimizer import (
@@ -97,6 +98,7 @@ def build_optimizer(
         parts.world,
     )
     _equalise(optimizer)
+    _share_frozen(parts)
     return optimizer
 
 
@@ -171,3 +173,16 @@ def _equalise(optimizer: ShardedOptimizer) -> None:
             bucket.share_initial()
         for tie in sorted(optimizer.ties):
             optimizer.broadcast_tied(tie)
+
+
+def _share_frozen(parts: RankParts) -> None:
+    """Parameters that nobody trains: a group's ranks take those of its first."""
+    for stage in parts.plan.stages_of_rank(parts.rank):
+        ranks = parts.plan.group_of_stage(stage).ranks
+        first_has_all = [float(rank == ranks[0]) for rank in ranks]
+        for _, parameter in parts.models[stage].global_parameters():
+            if not parameter.requires_grad and len(ranks) > 1:
+                flat = parameter.detach().reshape(-1)
+                layout = shard_layout(flat.numel(), ranks, first_has_all)
+                parts.process_group(ranks).gather_shards(flat, layout)
+                parameter.data.copy_(flat.view_as(parameter))

@@ -99,12 +99,15 @@ class DistTransport:
         assert not self._expected, f"messages never taken: {list(self._expected.values())}"
         drained = threading.Event()
         self._leaving.put(drained)
-        if not drained.wait(self._timeout_s):
+        try:
+            if not drained.wait(self._timeout_s):
+                raise TimeoutError("they have not left")
+            self._inbox.raise_failure()
+        except (RuntimeError, TimeoutError) as error:
             raise TransportError(
                 f"rank {self._rank} could not deliver all its messages within "
-                f"{self._timeout_s:g} s; expected the receiving ranks alive"
-            )
-        self._inbox.raise_failure()
+                f"{self._timeout_s:g} s ({_first_line(error)}); expected the receiving ranks alive"
+            ) from error
 
     def close(self) -> None:
         """End the threads; call once nothing is under way."""

@@ -76,8 +76,13 @@ class Bucket:
             self._group.gather_shards(self.flat.data, self.layout)
 
     def share_initial(self) -> None:
-        """Collective over the group: every rank takes each shard from its owner."""
+        """Collective over the group: every rank takes each shard from its owner.
+
+        A master that is a copy and spans the whole vector needs the same.
+        """
         self._group.gather_shards(self.flat.data, self.layout)
+        if self.zero_level == 0 and self.master.dtype != self.flat.dtype:
+            self._group.gather_shards(self.master.data, self.layout)
 
     def _initial_master(self, originals: Mapping[str, Tensor]) -> Tensor:
         """A view where no conversion is needed, else a copy with all the bits there were."""
@@ -162,10 +167,9 @@ class ShardedOptimizer:
         if tie in self.ties:
             self.ties[tie].reduce_grads()
 
-    def agree(self, loss_sum: float, num_targets: float) -> StepSums:
-        """Collective over the world: the sums that decide about the step."""
+    def agree(self, loss_sum: float, num_targets: float, device: torch.device) -> StepSums:
+        """Collective over the world, on the rank's device: the sums that decide about the step."""
         squares = sum(bucket.sum_of_squares() for bucket in self.buckets)
-        device = self.buckets[0].flat.data.device if self.buckets else torch.device("cpu")
         sums = torch.tensor([squares, loss_sum, num_targets], dtype=torch.float64, device=device)
         self._world.all_reduce(sums)
         squares, loss_sum, num_targets = sums.tolist()

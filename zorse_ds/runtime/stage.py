@@ -51,7 +51,8 @@ class StageRunner:
         train: bool,
     ) -> Any:
         """Join what arrived, `(transfer, window, message)` along the sample axis; the stage's input."""
-        message = merge([piece for _, _, piece in arrived])
+        sizes = [window.size for _, window, _ in arrived]
+        message = merge([piece for _, _, piece in arrived], sizes)
         leaves = list(message.leaves)
         if train:
             for i, needs_grad in enumerate(message.needs_grad):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zorse_ds.core.layout import Transfer
+from zorse_ds.errors import ModelError
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.losses import LossSum
 from zorse_ds.runtime.transport import is_forward, tag_of
@@ -158,7 +159,7 @@ class ForwardStep:
     def _finish_forward(self, at: ComputeInstruction, output: Any) -> None:
         inputs, labels = self.loaded.pop(at.micro_batch)
         held = self.worker.runners[at.stage].held[at.micro_batch]
-        output = trim(output, held.extent, extent_of(inputs))
+        output = trim(output, held.extent, extent_of(inputs), labels)
         if self.keeps_outputs:
             self.outputs[at.micro_batch] = output
         loss_sum, count = self.worker.criterion(output, labels, held.size)
@@ -180,6 +181,8 @@ class TrainingStep(ForwardStep):
         self.rule = rule
         self.divisor = float(trace.plan.global_batch_size)
         """What losses are divided by for backward; the update corrects it if targets differ."""
+        self.counted: int | None = None
+        """Targets of the step, on ranks that know them before the first backward."""
         self.roots: dict[int, Tensor | None] = {}
         self.outcome = Outcome(float("nan"), 0, float("nan"), None, 1.0)
 
@@ -210,6 +213,7 @@ class TrainingStep(ForwardStep):
         total = torch.tensor([float(own)], dtype=torch.float64, device=self.worker.device)
         assert self.worker.group_of_last_stage is not None, "only ranks of the last stage count"
         self.worker.group_of_last_stage.all_reduce(total)
+        self.counted = int(total)
         self.divisor = max(1.0, float(total))
 
     def backward(self, at: ComputeInstruction) -> None:
@@ -239,7 +243,10 @@ class TrainingStep(ForwardStep):
 
     def decide(self, at: CollectiveInstruction) -> None:
         """Collective over the world: loss, norm, and whether and by which factor to update."""
-        sums = self.worker.trained.agree(self.losses.total, self.losses.num_targets)
+        sums = self.worker.trained.agree(
+            self.losses.total, self.losses.num_targets, self.worker.device
+        )
+        self._check_count(int(sums.num_targets))
         count = int(sums.num_targets)
         if not count:
             self.outcome = Outcome(float("nan"), 0, 0.0, "no targets", 0.0)
@@ -250,6 +257,14 @@ class TrainingStep(ForwardStep):
         factor = unit * min(1.0, clip / (norm + 1e-6)) if clip else unit
         skipped = None if sums.is_finite else "overflow"
         self.outcome = Outcome(sums.loss_sum / count, count, norm, skipped, factor)
+
+    def _check_count(self, found: int) -> None:
+        """What was counted before the first backward must be what the losses then said."""
+        if self.counted not in (None, found):
+            raise ModelError(
+                f"count_targets gives {self.counted} targets for the step, the loss function "
+                f"{found}; expected the same number"
+            )
 
     def divisor_of_all(self, num_targets: float) -> float:
         """The divisor that the last stage used, as every rank can tell it."""

@@ -23,8 +23,12 @@ class Receive:
     boundary: int
     peer: int
     tag: int
-    text: str
-    """What is received, for messages to people."""
+    instruction: TransferInstruction
+
+    @property
+    def text(self) -> str:
+        """What is received, for messages to people."""
+        return describe(self.instruction)
 
 
 def is_forward(instruction: TransferInstruction) -> bool:
@@ -44,8 +48,8 @@ def receives_of(program: Sequence[Instruction]) -> list[Receive]:
         if isinstance(instruction, RecvActivation | RecvGrad):
             transfer, forward = instruction.transfer, is_forward(instruction)
             peer = transfer.source_rank if forward else transfer.target_rank
-            text = describe(instruction)
-            receives.append(Receive(transfer.boundary, peer, tag_of(transfer, forward), text))
+            tag = tag_of(transfer, forward)
+            receives.append(Receive(transfer.boundary, peer, tag, instruction))
     return receives
 
 

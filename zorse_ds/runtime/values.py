@@ -2,7 +2,8 @@
 
 A value is a tensor, or a tuple, list or dict of values; its leaves are tensors, `None` and plain
 constants. Dim 0 of a tensor is the sample axis when its size is that of the micro-batch; any other
-tensor is shared by all samples and must not need a gradient.
+tensor is shared by all samples and must not need a gradient. So that a shared tensor is never taken
+for one with a row a sample, layers give it one row (a mask of shape [1, …] rather than [length, …]).
 """
 
 from collections.abc import Sequence
@@ -98,10 +99,12 @@ def cut(
     return Message(structure, cut_leaves, per_sample, needs_grad, extent)
 
 
-def merge(messages: Sequence[Message]) -> Message:
-    """Join messages along the sample axis, in the order given.
+def merge(messages: Sequence[Message], sizes: Sequence[int]) -> Message:
+    """Join messages of `sizes` samples along the sample axis, in the order given.
 
     Pieces whose other dims differ (padded to different lengths) are padded with zeros on the right.
+    What all samples share must be the same in all messages; a shared tensor of one row that is not
+    is repeated for each sample. Raises `ModelError` when messages do not fit together.
     """
     first = messages[0]
     if len(messages) == 1:
@@ -111,30 +114,49 @@ def merge(messages: Sequence[Message]) -> Message:
             "micro-batches of one stage returned values of different structure, "
             f"{first.structure} beside others; expected the same from each"
         )
+    shared = [_is_shared(messages, i) for i in range(len(first.leaves))]
     leaves = [
-        _join([message.leaves[i] for message in messages], own)
-        for i, own in enumerate(first.per_sample)
+        first.leaves[i]
+        if shared[i]
+        else torch.cat(pad_alike([_rows(*piece, i) for piece in zip(messages, sizes, strict=True)]))
+        for i in range(len(shared))
     ]
     grads = [any(message.needs_grad[i] for message in messages) for i in range(len(leaves))]
     extent = max(message.extent for message in messages)
-    return Message(first.structure, leaves, first.per_sample, grads, extent)
+    return Message(first.structure, leaves, [not own for own in shared], grads, extent)
 
 
-def _join(pieces: Sequence[Leaf], per_sample: bool) -> Leaf:
-    tensors = [piece for piece in pieces if isinstance(piece, Tensor)]
-    if not per_sample or len(tensors) != len(pieces):
-        if len(tensors) not in (0, len(pieces)):
-            raise ModelError(
-                "micro-batches of one stage returned a tensor beside None at the same place; "
-                "expected the same from each"
-            )
-        return pieces[0]
-    return torch.cat(pad_alike(tensors))
+def _is_shared(messages: Sequence[Message], i: int) -> bool:
+    """All samples of all messages have the same leaf; compares the values of shared tensors."""
+    if any(message.per_sample[i] for message in messages):
+        return False
+    first, *others = (message.leaves[i] for message in messages)
+    if isinstance(first, Tensor):
+        return all(isinstance(other, Tensor) and torch.equal(first, other) for other in others)
+    # As text, because NaN is not equal to itself, and 1, 1.0 and True are.
+    return all(repr(first) == repr(other) for other in others)
+
+
+def _rows(message: Message, size: int, i: int) -> Tensor:
+    """A leaf with a row for each of the `size` samples."""
+    leaf = message.leaves[i]
+    if isinstance(leaf, Tensor) and (message.per_sample[i] or (leaf.dim() and len(leaf) == 1)):
+        return leaf if message.per_sample[i] else leaf.expand(size, *leaf.shape[1:])
+    found = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+    raise ModelError(
+        f"micro-batches of one stage returned {found} beside something else at the same place; "
+        "expected the same from each, or tensors with a row for each sample or one row for all"
+    )
 
 
 def pad_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Zero-pad all dims but the first, on the right, to the largest size of each."""
     shapes = [tensor.shape[1:] for tensor in tensors]
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ModelError(
+            f"micro-batches of one stage returned tensors of shapes {[list(t.shape) for t in tensors]} "
+            "at the same place; expected as many dims in each"
+        )
     if all(shape == shapes[0] for shape in shapes):
         return list(tensors)
     target = [max(sizes) for sizes in zip(*shapes, strict=True)]
@@ -161,12 +183,22 @@ def extent_of(value: Any) -> int:
     )
 
 
-def trim(value: Any, found: int, wanted: int) -> Any:
-    """Drop the padding that neighbours brought: dim 1 of every tensor from `found` to `wanted`."""
-    if not 0 < wanted < found:
+def trim(value: Any, found: int, wanted: int, labels: Any) -> Any:
+    """Drop the padding that neighbours brought: dim 1 of every tensor from `found` to `wanted`.
+
+    Only for labels of that length: others pair nothing with positions, and then dim 1 of an output
+    may be of size `found` by chance (as many classes, say).
+    """
+    if not 0 < wanted < found or not _has_length(labels, wanted):
         return value
     structure, leaves = flatten(value)
     return unflatten(structure, [_trim(leaf, found, wanted) for leaf in leaves])
+
+
+def _has_length(value: Any, length: int) -> bool:
+    _, leaves = flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    return any(tensor.shape[1] == length for tensor in tensors)
 
 
 def _trim(leaf: Leaf, found: int, wanted: int) -> Leaf:

@@ -14,20 +14,8 @@ _LENGTHS = 16
 _ALIGNMENT = 16
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
 }
 
 
@@ -77,7 +65,8 @@ def decode_header(frame: Tensor, rest: Tensor | None) -> Message:
 def payload_of(message: Message) -> Tensor | None:
     """All tensors as one contiguous uint8 tensor; a single tensor is not copied if contiguous."""
     tensors = [leaf for leaf in message.leaves if isinstance(leaf, Tensor) and leaf.numel()]
-    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    parts = [tensor.view(-1).view(torch.uint8) for tensor in plain]
     if len(parts) < 2:
         return parts[0] if parts else None
     payload = parts[0].new_empty(sum(_aligned(part.numel()) for part in parts))

@@ -1,0 +1,1 @@
+"""What runs when: the timeline of a step, simulated or measured."""

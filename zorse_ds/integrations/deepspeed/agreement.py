@@ -1,36 +1,114 @@
-"""All ranks compare what they are about to run before the first message."""
+"""All ranks compare what they are about to run, and what they were given, before they act on it.
 
+Each function raises on every rank or on none, so nobody waits for a rank that gave up.
+"""
+
+import hashlib
 import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from zorse_ds.core.plan import Plan
-from zorse_ds.errors import WorldError
+from zorse_ds.errors import DataError, WorldError
+from zorse_ds.integrations.deepspeed.data import GlobalBatch
+from zorse_ds.ranges import Range
 from zorse_ds.runtime.dist_world import DistWorld
+from zorse_ds.runtime.values import flatten
+
+_OWN_TO_A_RANK = ("tensorboard", "wandb", "csv_monitor", "comet")
+"""Sections of the config that may differ: one rank writes, and paths may be a host's own."""
 
 
-def agree_on_start(world: DistWorld, digest: str, plan: Plan) -> None:
-    """Collective: raise `WorldError` on every rank if one has another plan, trace or version."""
-    own = {
-        "torch version": torch.__version__,
-        "deepspeed version": deepspeed.__version__,
-        "plan": json.dumps(plan.to_dict(), sort_keys=True),
-        "trace digest": digest,
-    }
-    facts = world.gather_objects(own)
-    for key in own:
-        if any(fact[key] != facts[0][key] for fact in facts):  # type: ignore[index]
-            raise WorldError(_disagreement(key, facts))
+def agree_on_model(plan: Plan, layer_names: Sequence[str]) -> None:
+    """Collective: raise `WorldError` if a rank has another plan, model or version."""
+    _agree(
+        {
+            "torch version": torch.__version__,
+            "deepspeed version": deepspeed.__version__,
+            "plan": json.dumps(plan.to_dict(), sort_keys=True),
+            "pipeline layers": " ".join(layer_names),
+        }
+    )
 
 
-def _disagreement(key: str, facts: list[object]) -> str:
-    values: dict[str, list[int]] = {}
-    for rank, fact in enumerate(facts):
-        values.setdefault(fact[key], []).append(rank)  # type: ignore[index]
-    found = ", ".join(f"{_short(value)} on ranks {ranks}" for value, ranks in values.items())
+def agree_on_config(config: Mapping[str, Any]) -> None:
+    """Collective: raise `WorldError` if a rank has another DeepSpeed config."""
+    shared = {key: value for key, value in config.items() if key not in _OWN_TO_A_RANK}
+    zorse = shared.get("zorse")
+    if isinstance(zorse, dict):
+        # The plan itself is compared, not the path that it was read from.
+        shared["zorse"] = {key: value for key, value in zorse.items() if key != "plan"}
+    _agree({f"config's {key}": json.dumps(shared[key], sort_keys=True, default=str) for key in shared})
+
+
+def agree_on_trace(digest: str) -> None:
+    """Collective: raise `WorldError` if a rank compiled another trace."""
+    _agree({"trace digest": digest})
+
+
+def agree_on_batch(world: DistWorld, batch: GlobalBatch | None) -> None:
+    """Collective: a user's iterator must give every rank the same batch, or end on all of them.
+
+    `batch` is None where the iterator ended. Raises `DataError`.
+    """
+    own = (0, 0) if batch is None else (batch.num_samples, _checksum(batch))
+    facts: list[Any] = world.gather_objects(own)
+    sizes = [size for size, _ in facts]
+    ended = [rank for rank, size in enumerate(sizes) if not size]
+    if 0 < len(ended) < len(sizes):
+        raise DataError(
+            f"the data iterator ended on ranks {ended} but not on the others; expected the same "
+            "global batches on every rank"
+        )
+    if len(set(sizes)) > 1:
+        raise DataError(
+            f"the data iterators of the ranks gave {min(sizes)} to {max(sizes)} samples; expected "
+            "the same global batch on every rank"
+        )
+    if len(set(facts)) > 1:
+        raise DataError(
+            f"the data iterators gave the ranks different samples; expected the same global batch "
+            "on every rank, for example a shuffling loader with a generator of the same seed"
+        )
+
+
+def _checksum(batch: GlobalBatch) -> int:
+    """Of all tensors of a batch: random batches that differ are as good as sure to be found."""
+    checksum = 0
+    _, leaves = flatten(batch.raw)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.numel():
+            raw = leaf.detach().contiguous().view(-1).view(torch.uint8).cpu()
+            checksum = zlib.crc32(raw.numpy(), checksum)
+    return checksum
+
+
+def _agree(own: dict[str, str]) -> None:
+    facts: list[Any] = [None] * dist.get_world_size()
+    # A group of its own on the host: the process groups of a plan do not exist yet.
+    group = dist.new_group(backend="gloo")
+    dist.all_gather_object(facts, own, group=group)
+    dist.destroy_process_group(group)
+    for key in dict.fromkeys(key for fact in facts for key in fact):
+        if any(fact.get(key) != facts[0].get(key) for fact in facts):
+            raise WorldError(_disagreement(key, [fact.get(key) for fact in facts]))
+
+
+def _disagreement(key: str, values: Sequence[str | None]) -> str:
+    ranks: dict[str | None, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    found = ", ".join(f"{_short(value)} on ranks {at}" for value, at in ranks.items())
     return f"the ranks disagree about the {key}: {found}; expected the same on every rank"
 
 
-def _short(value: str) -> str:
-    return repr(value) if len(value) <= 24 else f"{value[:21]!r}…"
+def _short(value: str | None) -> str:
+    if value is None:
+        return "nothing"
+    return value if len(value) <= 40 else f"sha256 {hashlib.sha256(value.encode()).hexdigest()[:8]}"

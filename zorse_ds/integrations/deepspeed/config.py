@@ -9,6 +9,7 @@ from zorse_ds.core.plan import Plan
 from zorse_ds.core.strict import StrictModel, problems_of
 from zorse_ds.errors import ConfigError, PlanError
 from zorse_ds.files import read_json
+from zorse_ds.integrations.deepspeed.config_checks import config_problems
 
 
 class DataSettings(StrictModel):
@@ -69,8 +70,7 @@ def check_config(config: dict[str, Any], plan: Plan) -> ZorseSettings:
     Raises `ConfigError` with one sentence per problem.
     """
     settings = settings_of(config)
-    problems = [*_batch_problems(config, plan), *_precision_problems(config, plan)]
-    problems += [*_unsupported(config), *_optimizer_problems(config)]
+    problems = config_problems(config, plan)
     named = plan_from_config(config)
     if named is not None and named != plan:
         problems.append(
@@ -80,100 +80,3 @@ def check_config(config: dict[str, Any], plan: Plan) -> ZorseSettings:
     if problems:
         raise ConfigError("\n".join(problems))
     return settings
-
-
-def _batch_problems(config: dict[str, Any], plan: Plan) -> list[str]:
-    problems = []
-    batch = config.get("train_batch_size", plan.global_batch_size)
-    if batch not in (plan.global_batch_size, "auto"):
-        problems.append(
-            f"train_batch_size is {batch!r}, but the plan's global_batch_size is "
-            f"{plan.global_batch_size}; expected {plan.global_batch_size}"
-        )
-    problems += [
-        f"{key} is {config[key]!r}, but the plan lists every micro-batch; expected no such key"
-        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        if key in config and config[key] != "auto"
-    ]
-    return problems
-
-
-def _precision_problems(config: dict[str, Any], plan: Plan) -> list[str]:
-    enabled = [key for key in ("fp16", "bf16", "bfloat16") if _enabled(config, key)]
-    if len(enabled) > 1:
-        return [f"{enabled[0]} and {enabled[1]} are both enabled; expected one"]
-    found = {"fp16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
-    dtype = found[enabled[0]] if enabled else "float32"
-    return [
-        f"groups[{i}].dtype of the plan is {group.dtype!r}, but the DeepSpeed config makes it "
-        f"{dtype!r}; expected {dtype!r}"
-        for i, group in enumerate(plan.groups)
-        if group.dtype not in (None, dtype)
-    ]
-
-
-_UNSUPPORTED_SECTIONS = {
-    "amp": "use bf16 or fp16",
-    "torch_autocast": "use bf16 or fp16",
-    "tensor_parallel": "the plan has no tensor parallelism",
-    "hybrid_engine": "the engine trains pipelines",
-    "compression_training": "the engine trains whole parameters",
-    "data_efficiency": "the plan fixes each step's samples",
-    "curriculum_learning": "the plan fixes each step's samples",
-    "progressive_layer_drop": "every layer runs for every sample",
-    "eigenvalue": "the engine trains whole parameters",
-    "quantize_training": "the engine trains whole parameters",
-    "flops_profiler": "use the step report's timeline",
-    "autotuning": "a plan takes its place",
-    "elasticity": "a plan takes its place",
-    "zenflow": "use the plan's zero_level",
-    "compile": "layers run as they are",
-}
-
-
-def _unsupported(config: dict[str, Any]) -> list[str]:
-    problems = [
-        f"{key} is enabled, which would have no effect here; expected it off ({instead})"
-        for key, instead in _UNSUPPORTED_SECTIONS.items()
-        if _enabled(config, key)
-    ]
-    zero = config.get("zero_optimization")
-    level = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    if level:
-        problems.append(
-            f"zero_optimization.stage is {level!r}, but the plan says zero_level group by group; "
-            "expected 0 or no such section"
-        )
-    if config.get("sparse_gradients"):
-        problems.append("sparse_gradients is true; expected false, gradients are flat vectors here")
-    pipeline = config.get("pipeline")
-    interval = (
-        pipeline.get("activation_checkpoint_interval", 0) if isinstance(pipeline, dict) else 0
-    )
-    if interval:
-        problems.append(
-            f"pipeline.activation_checkpoint_interval is {interval!r}, but the plan says recompute "
-            "group by group; expected 0 or no such key"
-        )
-    return problems
-
-
-_NOT_ELEMENTWISE = ("lamb", "onebitlamb", "onebitadam", "zerooneadam", "muon", "lbfgs")
-
-
-def _optimizer_problems(config: dict[str, Any]) -> list[str]:
-    optimizer = config.get("optimizer")
-    name = str(optimizer.get("type", "")) if isinstance(optimizer, dict) else ""
-    if name.lower() not in _NOT_ELEMENTWISE:
-        return []
-    return [
-        f"optimizer.type is {name!r}, which looks at whole parameters; expected an element-wise one "
-        "such as 'AdamW', for shards cut parameters anywhere"
-    ]
-
-
-def _enabled(config: dict[str, Any], key: str) -> bool:
-    section = config.get(key)
-    if isinstance(section, dict):
-        return bool(section.get("enabled", key in ("tensor_parallel", "zenflow") and section))
-    return bool(section)

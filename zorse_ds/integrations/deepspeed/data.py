@@ -20,6 +20,8 @@ class GlobalBatch(Protocol):
     """See `runtime.step.Batch`; it knows its size."""
 
     num_samples: int
+    raw: Any
+    """What is already in memory."""
 
     def load(self, samples: Range) -> tuple[Any, Any]:
         """`(inputs, labels)` of some samples."""
@@ -27,6 +29,8 @@ class GlobalBatch(Protocol):
 
 class IndexedBatch:
     """Samples of a map-style data set, by id; nothing is read before `load`."""
+
+    raw = None
 
     def __init__(self, dataset: Any, ids: Sequence[int], collate_fn: CollateFn) -> None:
         self._dataset, self._ids, self._collate_fn = dataset, ids, collate_fn
@@ -44,19 +48,19 @@ class SampleBatch:
     """Samples given one by one."""
 
     def __init__(self, samples: Sequence[Any], collate_fn: CollateFn) -> None:
-        self._samples, self._collate_fn = samples, collate_fn
+        self.raw, self._collate_fn = samples, collate_fn
         self.num_samples = len(samples)
 
     def load(self, samples: Range) -> tuple[Any, Any]:
         """Collate the samples."""
-        return as_pair(self._collate_fn(list(self._samples[samples.as_slice()])))
+        return as_pair(self._collate_fn(list(self.raw[samples.as_slice()])))
 
 
 class CollatedBatch:
     """A batch that was collated as a whole: cut along dim 0 of every tensor."""
 
     def __init__(self, pair: tuple[Any, Any]) -> None:
-        self._pair = pair
+        self.raw = pair
         _, leaves = flatten(pair)
         sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
         if len(sizes) != 1:
@@ -72,7 +76,7 @@ class CollatedBatch:
         def cut(leaf: Any) -> Any:
             return leaf[samples.as_slice()] if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
-        inputs, labels = tree_map(cut, self._pair)
+        inputs, labels = tree_map(cut, self.raw)
         return inputs, labels
 
 
@@ -107,11 +111,6 @@ class ZorseLoader:
     """
 
     def __init__(self, dataset: Any, order: SampleOrder, collate_fn: CollateFn) -> None:
-        if isinstance(dataset, IterableDataset):
-            raise DataError(
-                "training_data is an IterableDataset; expected one with __len__ and __getitem__, so "
-                "that every rank can read its own samples"
-            )
         self.dataset = dataset
         self.order = order
         self.collate_fn = collate_fn
@@ -127,21 +126,31 @@ class ZorseLoader:
             yield IndexedBatch(self.dataset, batch.ids, self.collate_fn)
 
 
+def num_samples_of(dataset: Any) -> int:
+    """Length of a map-style data set. Raises `DataError` for any other."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"the data set is a {type(dataset).__name__}, which has no order to cut; expected one "
+            "with __len__ and __getitem__, so that every rank can read its own samples"
+        )
+    return len(dataset)
+
+
 def as_batch(item: Any, collate_fn: CollateFn) -> GlobalBatch:
     """One item of an iterator as a global batch.
 
-    An item is a batch of a `ZorseLoader`, a list of samples, or a collated `(inputs, labels)`; for
-    a Hugging Face model also a dict with `labels`.
+    An item is a batch of a `ZorseLoader`, a list of samples (tuples or dicts), or a collated
+    `(inputs, labels)`; for a Hugging Face model also a dict with `labels`.
     """
     if isinstance(item, IndexedBatch | SampleBatch | CollatedBatch):
         return item
+    if isinstance(item, list) and item and all(isinstance(it, tuple | dict) for it in item):
+        return SampleBatch(item, collate_fn)
     if isinstance(item, dict) and "labels" in item:
         inputs = {key: value for key, value in item.items() if key != "labels"}
         return CollatedBatch((inputs, item["labels"]))
-    if isinstance(item, tuple | list) and len(item) == 2 and not isinstance(item[0], dict):
+    if isinstance(item, tuple | list) and len(item) == 2:
         return CollatedBatch((item[0], item[1]))
-    if isinstance(item, tuple) and len(item) == 2:
-        return CollatedBatch(item)
     if isinstance(item, list) and item:
         return SampleBatch(item, collate_fn)
     raise DataError(

@@ -16,7 +16,11 @@ from torch import Tensor
 from zorse_ds.core.order import SampleOrder
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import ConfigError, DataError, ModelError
-from zorse_ds.integrations.deepspeed.agreement import agree_on_start
+from zorse_ds.integrations.deepspeed.agreement import (
+    agree_on_batch,
+    agree_on_config,
+    agree_on_trace,
+)
 from zorse_ds.integrations.deepspeed.config import check_config, load_config
 from zorse_ds.integrations.deepspeed.data import (
     GlobalBatch,
@@ -25,6 +29,7 @@ from zorse_ds.integrations.deepspeed.data import (
     ZorseLoader,
     as_batch,
     default_collate_fn,
+    num_samples_of,
 )
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule
 from zorse_ds.integrations.deepspeed.optimizer import ZorseOptimizer, rebound
@@ -56,18 +61,17 @@ class ZorseEngine(PipelineEngine):
             raise ModelError(
                 f"ZorseEngine was given a {type(model).__name__}; expected a ZorsePipelineModule"
             )
+        agree_on_config(config)
         self.__dict__["plan"] = model.plan
         self.__dict__["settings"] = settings = check_config(config, model.plan)
         self.__dict__["_originals"] = {}
+        self.__dict__["_traces"] = _Traces(model.plan, model.source.tied_layers)
+        agree_on_trace(self._traces.training(model.plan.global_batch_size).digest)
         device = next(model.parameters(), torch.empty(0)).device
         staged = settings.transport == "staged"
         world = DistWorld(model.plan, model.ties, device, settings.timeout_s, staged)
         self.__dict__["_world"] = world
         model.mpu().attach(world, model.plan.group_of_rank(world.rank).ranks)
-        self.__dict__["_traces"] = _Traces(model.plan, model.source.tied_layers)
-        agree_on_start(
-            world, self._traces.training(model.plan.global_batch_size).digest, model.plan
-        )
         super().__init__(*args, **kwargs)
         self._booting = False
         self._worker = self._make_worker()
@@ -160,10 +164,12 @@ class ZorseEngine(PipelineEngine):
 
         Training batches follow the one global order; other routes keep the data set's.
         """
+        if kwargs.get("data_sampler") is not None:
+            raise DataError("data_sampler was given; expected none, for the plan cuts the batches")
         trains = route == "train"
         data = self.settings.data
         order = SampleOrder(
-            len(dataset),
+            num_samples_of(dataset),
             batch_size or self.plan.global_batch_size,
             shuffle=data.shuffle and trains,
             seed=data.seed,
@@ -183,27 +189,43 @@ class ZorseEngine(PipelineEngine):
         """Take the next batches from `iterator`; each item is one global batch."""
         self.data_iterator = iterator
 
-    def _next_global_batch(self) -> GlobalBatch:
-        item = next(self.data_iterator) if self.data_iterator is not None else None
-        if item is None:
+    def _next_global_batch(self, data_iter: Any) -> GlobalBatch:
+        if data_iter is None:
             raise DataError("there is no data; expected training_data, set_dataloader or data_iter")
-        batch = as_batch(item, self._collate)
+        try:
+            batch = as_batch(next(data_iter), self._collate)
+        except StopIteration:
+            agree_on_batch(self._world, None)
+            raise
         if not isinstance(batch, IndexedBatch):
-            self._check_same_size(batch.num_samples)
+            agree_on_batch(self._world, batch)
         return PlacedBatch(batch, self.device, self.batch_fn)
 
-    def _check_same_size(self, num_samples: int) -> None:
-        """Collective: a user's iterator must give every rank the same batch."""
-        bounds = torch.tensor([num_samples, -num_samples], device=self.device)
-        self._world.world.all_reduce(bounds, "max")
-        most, least = int(bounds[0]), -int(bounds[1])
-        if most != least:
-            raise DataError(
-                f"the data iterators of the ranks gave {least} to {most} samples; expected the same "
-                "global batch on every rank"
-            )
-
     # ---- steps
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """Make one update; returns the mean loss over the targets of its global batch.
+
+        `data_iter` stays for the next steps. Raises `StopIteration` on every rank when it ends,
+        before anything has started, so training can go on. Collective: every rank.
+        """
+        if self.optimizer is None:
+            raise ConfigError(
+                "train_batch was called without an optimizer; expected 'optimizer' in the config or "
+                "in initialize"
+            )
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._batch = self._next_global_batch(self.data_iterator)
+        return super().train_batch()
+
+    def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one global batch of any size forward; see `PipelineEngine.eval_batch`.
+
+        Raises `StopIteration` on every rank when `data_iter` ends. Collective: every rank.
+        """
+        self._batch = self._next_global_batch(data_iter)
+        return super().eval_batch(data_iter, *args, **kwargs)
 
     def _train_schedule(self) -> str:
         return "train"
@@ -212,7 +234,7 @@ class ZorseEngine(PipelineEngine):
         return "evaluate"
 
     def _exec_schedule(self, schedule: str) -> None:
-        batch = self._next_global_batch()
+        batch = self._batch
         if schedule == "evaluate":
             trace = self._traces.evaluation(batch.num_samples)
             self.report = self._worker.evaluate(trace, batch, self.eval_return_logits)
@@ -225,8 +247,9 @@ class ZorseEngine(PipelineEngine):
             StepRule(float(self.gradient_clipping()), self.optimizer.cur_scale),
         )
         self.optimizer.record(self.report)
-        self._exec_optimizer_step()
+        # DeepSpeed counts full batches. Corrected first: monitors want samples that never decrease.
         self.global_samples += batch.num_samples - self.train_batch_size()
+        self._exec_optimizer_step()
         if self.report.skipped and self.global_rank == 0:
             logger.warning(f"step {self.global_steps} made no update: {self.report.skipped}")
 

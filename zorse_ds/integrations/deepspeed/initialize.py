@@ -7,6 +7,7 @@ from deepspeed.runtime import zero
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from zorse_ds.errors import ConfigError, ModelError
+from zorse_ds.integrations.deepspeed.agreement import agree_on_config
 from zorse_ds.integrations.deepspeed.config import check_config, load_config
 from zorse_ds.integrations.deepspeed.engine import ZorseEngine
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, init_distributed
@@ -41,6 +42,7 @@ def initialize(
         raise ConfigError("mpu was given; expected none, for the plan takes its place")
     init_distributed()
     settings = load_config(_chosen_config(args, config or config_params))
+    agree_on_config(settings)
     check_config(settings, model.plan)
     settings["train_batch_size"] = model.plan.global_batch_size
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):

@@ -95,7 +95,9 @@ class LayerListStages:
             for local, _ in module.named_parameters(remove_duplicate=False)
         }
         ties = {
-            name: tie for name in names.values() if (tie := self._sharing.tie_of(name)) is not None
+            name: tie
+            for local, name in names.items()
+            if (tie := self._sharing.tie_of(local, name)) is not None
         }
         return LayerListStage(modules, calls, names, ties, recompute)
 
@@ -103,17 +105,19 @@ class LayerListStages:
         self, index: int, layer: Layer, built: dict[str, nn.Module]
     ) -> tuple[str, nn.Module | None]:
         if isinstance(layer, TiedLayerSpec):
-            key = f"tied_{layer.key}"
-            return key, built.get(key) or self._built(layer, self._sharing.first_of_key[layer.key])
+            key = self._sharing.module_key(layer.key)
+            first = self._sharing.first_of_key[layer.key]
+            return key, built.get(key) or self._built(self._layers[first], first)
         key = str(index)
         if isinstance(layer, LayerSpec):
             return key, self._built(layer, index)
         return key, layer if isinstance(layer, nn.Module) else None
 
-    def _built(self, spec: LayerSpec, seed_index: int) -> nn.Module:
+    def _built(self, spec: Any, seed_index: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._base_seed + seed_index)
-            return spec.build()
+            module: nn.Module = spec.build()
+            return module
 
     def _copied_where_shared(
         self, own: list[Layer], layers: Range, owns: Callable[[int], bool]
@@ -149,24 +153,27 @@ class _Sharing:
         sets = dict.fromkeys(shared.values())
         self._tie_of_layers = {at: i for i, at in enumerate(sets)}
         self._tie_of_name = {name: self._tie_of_layers[at] for name, at in shared.items()}
-        self._tie_of_key = {key: len(sets) + i for i, key in enumerate(by_key)}
+        self._key_of_module = {self.module_key(key): key for key in by_key}
+        self._tie_of_module = {name: len(sets) + i for i, name in enumerate(self._key_of_module)}
         self.tied_layers = (*sets, *(tuple(at) for at in by_key.values()))
+
+    def module_key(self, key: str) -> str:
+        """What the module of a tied key is registered as: torch refuses the dots a key may have."""
+        return f"tied_{self.first_of_key[key]}"
 
     def canonical(self, key: str, local: str, module: nn.Module) -> str:
         """The name of a parameter in the whole model: that of its first use."""
-        if key.startswith("tied_"):
-            return f"tied.{key.removeprefix('tied_')}.{local}"
+        if key in self._key_of_module:
+            return f"tied.{self._key_of_module[key]}.{local}"
         original = self._modules.get(int(key))
         if original is None:
             return f"{key}.{local}"
         parameters = dict(original.named_parameters(remove_duplicate=False))
         return self._first_name[id(parameters[local])]
 
-    def tie_of(self, name: str) -> int | None:
-        """The tie that a parameter belongs to."""
-        if name.startswith("tied."):
-            return self._tie_of_key[name.removeprefix("tied.").rsplit(".", 1)[0]]
-        return self._tie_of_name.get(name)
+    def tie_of(self, local: str, name: str) -> int | None:
+        """The tie of a parameter, given its names in the stage and in the whole model."""
+        return self._tie_of_module.get(local.split(".")[0], self._tie_of_name.get(name))
 
     def ties_of_modules(self, layers: Range) -> list[int]:
         """Ties between modules that reach into a range of layers."""

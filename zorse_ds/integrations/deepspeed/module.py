@@ -16,6 +16,7 @@ from torch import nn
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import PlanError
+from zorse_ds.integrations.deepspeed.agreement import agree_on_model
 from zorse_ds.integrations.deepspeed.data import CollateFn
 from zorse_ds.integrations.deepspeed.layers import Layer, LayerListStages
 from zorse_ds.integrations.deepspeed.topology import ZorseGrid, ZorseTopology
@@ -64,6 +65,7 @@ class ZorsePipelineModule(PipelineModule):
             raise PlanError("ZorsePipelineModule was given no plan; expected plan=Plan.load(path)")
         init_distributed()
         stages = source or LayerListStages(list(layers or ()), base_seed)
+        agree_on_model(plan, stages.layer_names)
         check_plan(plan, len(stages.layer_names), dist.get_world_size())
         self.__dict__.update(plan=plan, source=stages, collate_fn=collate_fn)
         self.ties: tuple[Tie, ...] = ties_between_stages(plan, stages.tied_layers)

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 
+from zorse_ds.errors import ConfigError
+from zorse_ds.integrations.deepspeed.config_checks import optimizer_problem
 from zorse_ds.runtime.optimizer import ShardedOptimizer
 from zorse_ds.runtime.worker import StepReport
 
@@ -67,8 +69,17 @@ class ZorseOptimizer(DeepSpeedOptimizer):
 def rebound(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Set a client's optimizer on master shards, its own groups kept (its schedulers see them)."""
+    """Set a client's optimizer on master shards, its own groups kept (its schedulers see them).
+
+    Raises `ConfigError` for one that has stepped before or that cannot work on shards.
+    """
+    problem = optimizer_problem(type(optimizer).__name__)
+    if problem is not None:
+        raise ConfigError(f"the optimizer {problem}")
+    if optimizer.state:
+        raise ConfigError(
+            "the optimizer has state of parameters that the plan cuts anew; expected a fresh one"
+        )
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         own["params"] = group["params"]
-    optimizer.state.clear()
     return optimizer

@@ -1,0 +1,178 @@
+"""The DeepSpeed JSON: what is refused before anything starts, and in which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zorse_ds import Plan
+from zorse_ds.errors import ConfigError, PlanError
+from zorse_ds.integrations.deepspeed.config import (
+    check_config,
+    load_config,
+    plan_from_config,
+    settings_of,
+)
+from zorse_ds.integrations.deepspeed.optimizer import rebound
+
+PLAN_DICT: dict[str, Any] = {
+    "version": 1,
+    "global_batch_size": 6,
+    "groups": [
+        {"name": "a", "gpus": [{"rank": 0, "micro_batches": [2, 4]}]},
+        {"name": "b", "dtype": "float32", "gpus": [{"rank": 1, "micro_batches": [3, 3]}]},
+    ],
+    "stages": [{"group": "a", "layers": [0, 2]}, {"group": "b", "layers": [2, 5]}],
+}
+PLAN = Plan.from_dict(PLAN_DICT)
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"train_batch_size": 8}, "train_batch_size is 8, but the plan's global_batch_size is 6"),
+    ({"train_batch_size": "6"}, "train_batch_size is '6'"),
+    ({"train_micro_batch_size_per_gpu": 2}, "train_micro_batch_size_per_gpu is 2, but the plan"),
+    ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps is 1, but the plan"),
+    ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage is 1, but the plan says"),
+    ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage is 'auto'"),
+    ({"zero_optimization": True}, "zero_optimization.stage is 1"),
+    (
+        {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+        "zero_optimization.offload_optimizer.device is 'cpu'",
+    ),
+    (
+        {"pipeline": {"activation_checkpoint_interval": 1}},
+        "pipeline.activation_checkpoint_interval is 1, but the plan says recompute",
+    ),
+    ({"pipeline": {"stages": 4}}, "pipeline.stages is 4, but the plan has 2; expected 2"),
+    ({"pipeline": {"partition": "uniform"}}, "pipeline.partition is 'uniform'"),
+    ({"pipeline": {"seed_layers": True}}, "pipeline.seed_layers is true"),
+    ({"bf16": {"enabled": True}}, "groups[1].dtype of the plan is 'float32'"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
+    ({"fp16": {"enabled": False, "auto_cast": True}}, "fp16.auto_cast is True"),
+    ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states is True"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype is 'bf16'"),
+    ({"communication_data_type": "fp16"}, "communication_data_type is 'fp16'"),
+    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op is 'sum'"),
+    ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor is 2.0"),
+    ({"prescale_gradients": True}, "prescale_gradients is True"),
+    ({"sparse_gradients": True}, "sparse_gradients is True"),
+    ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation is False"),
+    ({"sequence_parallel_size": 2}, "sequence_parallel_size is 2"),
+    ({"compile": {"deepcompile": True}}, "compile.deepcompile is True"),
+    ({"gradient_clipping": -1.0}, "gradient_clipping is -1.0; expected 0 (off)"),
+    ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto', which nobody fills in here"),
+    ({"optimizer": {"type": "Muon"}}, "optimizer.type is 'Muon', which looks at whole parameters"),
+    ({"optimizer": {"type": "LBFGS"}}, "optimizer.type is 'LBFGS'"),
+    ({"optimizer": {"type": "Adafactor"}}, "optimizer.type is 'Adafactor'"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}},
+        "optimizer.params.max_grad_norm would have no effect; expected gradient_clipping",
+    ),
+    ({"scheduler": {"type": "ReduceLROnPlateau"}}, "scheduler.type is 'ReduceLROnPlateau'"),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast is enabled"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is enabled"),
+    ({"comms_logger": {"enabled": True}}, "comms_logger is enabled"),
+    (
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+        "compression_training is enabled",
+    ),
+    ({"zorse": {"transprot": "staged"}}, "zorse.transprot is no key here; did you mean 'transport'?"),
+    ({"zorse": {"data": {"sead": 3}}}, "did you mean 'seed'?"),
+    ({"zorse": {"transport": "fast"}}, "zorse.transport"),
+    ({"zorse": {"timeout_s": 0}}, "zorse.timeout_s"),
+    ({"zorse": {"plan": "auto"}}, "zorse.plan is 'auto', which this version cannot do"),
+    ({"zorze": {}}, "'zorze' is no section; did you mean 'zorse'?"),
+]
+
+
+@pytest.mark.parametrize("config, sentence", REFUSED, ids=lambda value: str(value)[:50])
+def test_a_contradiction_is_refused_in_one_sentence(
+    config: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(ADAMW | config, PLAN)
+    problems = str(caught.value).split("\n")
+    assert [problem for problem in problems if sentence in problem], problems
+    assert len(problems) == 1
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config({"train_batch_size": 8, "sparse_gradients": True}, PLAN)
+    assert len(str(caught.value).split("\n")) == 2
+
+
+def test_another_plan_in_the_config_is_refused() -> None:
+    other = PLAN_DICT | {"schedule": "gpipe"}
+    with pytest.raises(ConfigError, match="differs from the plan the model was made with"):
+        check_config({"zorse": {"plan": other}}, PLAN)
+    check_config({"zorse": {"plan": PLAN_DICT}}, PLAN)
+
+
+def test_ordinary_configs_pass() -> None:
+    settings = check_config(
+        {
+            **ADAMW,
+            "train_batch_size": 6,
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "none"}},
+            "pipeline": {"stages": "auto", "partition": "best"},
+            "fp16": {"enabled": False, "loss_scale": 0},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+            "communication_data_type": "fp32",
+            "compression_training": {"weight_quantization": {"enabled": False}},
+            "tensorboard": {"enabled": True, "output_path": "runs"},
+            "steps_per_print": 10,
+            "zorse": {"data": {"shuffle": False}, "timeout_s": 30},
+        },
+        PLAN,
+    )
+    assert settings.timeout_s == 30
+    assert not settings.data.shuffle
+
+
+def test_a_plan_comes_from_a_file_a_dictionary_or_not_at_all(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    config_path = tmp_path / "ds.json"
+    config_path.write_text(json.dumps({"zorse": {"plan": str(tmp_path / "plan.json")}}))
+    assert plan_from_config(config_path) == PLAN
+    assert plan_from_config({"zorse": {"plan": PLAN_DICT}}) == PLAN
+    assert plan_from_config({}) is None
+    with pytest.raises(PlanError, match=r"zorse\.plan\.global_batch_size"):
+        plan_from_config({"zorse": {"plan": PLAN_DICT | {"global_batch_size": 0}}})
+
+
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    with pytest.raises(ConfigError, match=r"ds\.json"):
+        load_config(path)
+    path.write_text("{'train_batch_size': 6}")
+    with pytest.raises(ConfigError, match=r"ds\.json"):
+        load_config(path)
+
+
+def test_a_section_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ConfigError, match="zorse"):
+        settings_of({"zorse": "plan.json"})
+
+
+def test_a_config_given_as_dictionary_is_left_alone() -> None:
+    config = {"train_batch_size": 6}
+    load_config(config)["train_batch_size"] = 7
+    assert config == {"train_batch_size": 6}
+
+
+def test_a_client_optimizer_must_be_fresh_and_element_wise() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigError, match="the optimizer is 'LBFGS', which looks at whole"):
+        rebound(torch.optim.LBFGS([parameter]), [{"params": [parameter]}])
+    used = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.ones(3)
+    used.step()
+    with pytest.raises(ConfigError, match="expected a fresh one"):
+        rebound(used, [{"params": [parameter]}])

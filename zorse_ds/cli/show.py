@@ -1,0 +1,163 @@
+"""`zorse show`: what a plan means, before anything runs."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zorse_ds.core.plan import Plan
+from zorse_ds.schedule.compile import compile_trace
+from zorse_ds.schedule.grid import Grid, grid_of, row_text
+from zorse_ds.schedule.summary import summary_of
+
+MAX_LISTED = 40
+"""Characters that a list of numbers may take in a table."""
+
+
+def show(
+    plan: Annotated[Path, typer.Argument(help="The plan, a JSON file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    width: Annotated[
+        int | None, typer.Option(min=40, help="Columns to use; default: the terminal's.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Most rows of a table or grid.")] = 32,
+) -> None:
+    """Show stages, ranks, transfers and the order in which a plan's step computes."""
+    trace = compile_trace(Plan.load(plan))
+    facts = summary_of(trace)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    console = Console(width=width, highlight=False)
+    console.print(
+        f"{facts['world_size']} ranks, {facts['num_layers']} layers in {len(facts['stages'])} "
+        f"stages, {facts['global_batch_size']} samples a step, schedule {facts['schedule']}, "
+        f"{facts['num_instructions']} instructions"
+    )
+    for table in (_stages(facts), _ranks(facts), _boundaries(facts)):
+        _print_table(console, *table, rows)
+    _print_grid(console, grid_of(trace), rows)
+
+
+TableData = tuple[str, list[str], list[list[str]]]
+"""Title, heads and rows."""
+
+
+def _stages(facts: dict[str, Any]) -> TableData:
+    heads = ["stage", "layers", "group", "ranks", "micro-batches", "zero level", "recompute"]
+    cells = [
+        [
+            str(stage["stage"]),
+            f"{stage['layers'][0]}-{stage['layers'][1] - 1}",
+            _printable(stage["group"]),
+            _listed(stage["ranks"]),
+            str(stage["num_micro_batches"]),
+            str(stage["zero_level"]),
+            stage["recompute"],
+        ]
+        for stage in facts["stages"]
+    ]
+    return "Stages", heads, cells
+
+
+def _ranks(facts: dict[str, Any]) -> TableData:
+    heads = ["rank", "group", "samples", "micro-batches", "in flight", "weight"]
+    heads += ["optimizer", "gradients", "parameters", "idle"]
+    cells = [
+        [
+            str(rank["rank"]),
+            _printable(rank["group"]),
+            str(rank["num_samples"]),
+            _repeats(rank["micro_batches"]),
+            _listed(rank["in_flight_limits"]),
+            f"{rank['shard_weight']:g}",
+            *(_percent(share) for share in rank["held_shares"].values()),
+            _percent(rank["idle_share"]),
+        ]
+        for rank in facts["ranks"]
+    ]
+    return "Ranks", heads, cells
+
+
+def _boundaries(facts: dict[str, Any]) -> TableData:
+    heads = ["stages", "transfers", "within a rank", "kind"]
+    cells = [
+        [
+            f"{boundary['from_stage']} to {boundary['to_stage']}",
+            str(boundary["num_transfers"]),
+            str(boundary["num_local"]),
+            _kind(boundary["most_sources"], boundary["most_targets"]),
+        ]
+        for boundary in facts["boundaries"]
+    ]
+    return "Transfers", heads, cells
+
+
+def _kind(most_sources: int, most_targets: int) -> str:
+    if most_sources == most_targets == 1:
+        return "one to one"
+    sources = "one" if most_sources == 1 else f"many ({most_sources})"
+    targets = "one" if most_targets == 1 else f"many ({most_targets})"
+    return f"{sources} to {targets}"
+
+
+def _print_table(
+    console: Console, title: str, heads: list[str], cells: list[list[str]], most: int
+) -> None:
+    if not cells:
+        return
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head)
+    for row in cells[:most]:
+        table.add_row(*map(Text, row))
+    console.print()
+    console.print(table)
+    _print_rest(console, len(cells) - most)
+
+
+def _print_grid(console: Console, grid: Grid, most: int) -> None:
+    label_width = len(f"rank {len(grid.rows) - 1} ")
+    console.print()
+    console.print(
+        f"Order of computation, idle {_percent(grid.bubble_share)} "
+        "(without messages and update; F forward, B backward, . idle)"
+    )
+    for row in grid.rows[:most]:
+        label = f"rank {row.rank}".ljust(label_width)
+        text = row_text(row, grid.ticks, console.width - label_width)
+        console.print(Text(label + text), no_wrap=True)
+    _print_rest(console, len(grid.rows) - most)
+
+
+def _print_rest(console: Console, rest: int) -> None:
+    if rest > 0:
+        console.print(f"... and {rest} more rows (--rows shows more)")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _listed(numbers: list[int]) -> str:
+    return _shortened(", ".join(map(str, numbers)))
+
+
+def _repeats(sizes: list[int]) -> str:
+    """`3 x 4, 2` for `[4, 4, 4, 2]`."""
+    runs = ((size, len(list(same))) for size, same in groupby(sizes))
+    return _shortened(", ".join(f"{n} x {size}" if n > 1 else str(size) for size, n in runs))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_LISTED else f"{text[: MAX_LISTED - 4]} ..."
+
+
+def _printable(name: str) -> str:
+    """A name that cannot steer the terminal."""
+    return name if name.isprintable() else repr(name)
