@@ -1,4 +1,4 @@
-"""Random valid plans for tests: ragged groups, sizes, shard weights and layers, from a seed alone."""
+"""Random valid plans for tests: ragged groups, sizes, weights and layers, from a seed alone."""
 
 from __future__ import annotations
 
@@ -94,9 +94,7 @@ def uniform_plan(
     )
 
 
-def _gpus(
-    rng: random.Random, first_rank: int, width: int, batch_size: int
-) -> list[dict[str, Any]]:
+def _gpus(rng: random.Random, first_rank: int, width: int, batch_size: int) -> list[dict[str, Any]]:
     gpus = []
     for i, share in enumerate(_cut(rng, batch_size, width)):
         sizes = _cut(rng, share, rng.randint(1, share))

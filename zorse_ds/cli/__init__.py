@@ -1,5 +1,5 @@
 """The command line `zorse`: each command parses, asks a lower layer for facts and prints them."""
 
-from zorse_ds.cli.app import app, main
+from zorse_ds.cli.program import app, main
 
 __all__ = ["app", "main"]

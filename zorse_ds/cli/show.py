@@ -53,9 +53,9 @@ def _stages(facts: dict[str, Any]) -> TableData:
     cells = [
         [
             str(stage["stage"]),
-            f"{stage['layers'][0]}-{stage['layers'][1] - 1}",
+            _spans(list(range(*stage["layers"]))),
             _printable(stage["group"]),
-            _listed(stage["ranks"]),
+            _spans(stage["ranks"]),
             str(stage["num_micro_batches"]),
             str(stage["zero_level"]),
             stage["recompute"],
@@ -74,7 +74,7 @@ def _ranks(facts: dict[str, Any]) -> TableData:
             _printable(rank["group"]),
             str(rank["num_samples"]),
             _repeats(rank["micro_batches"]),
-            _listed(rank["in_flight_limits"]),
+            ", ".join(map(str, rank["in_flight_limits"])),
             f"{rank['shard_weight']:g}",
             *(_percent(share) for share in rank["held_shares"].values()),
             _percent(rank["idle_share"]),
@@ -131,21 +131,25 @@ def _print_grid(console: Console, grid: Grid, most: int) -> None:
     for row in grid.rows[:most]:
         label = f"rank {row.rank}".ljust(label_width)
         text = row_text(row, grid.ticks, console.width - label_width)
-        console.print(Text(label + text), no_wrap=True)
+        console.print(Text(label + text))
     _print_rest(console, len(grid.rows) - most)
 
 
 def _print_rest(console: Console, rest: int) -> None:
     if rest > 0:
-        console.print(f"... and {rest} more rows (--rows shows more)")
+        rows = "row" if rest == 1 else "rows"
+        console.print(f"... and {rest} more {rows} (--rows shows more)")
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.1f}".removesuffix(".0") + "%"
 
 
-def _listed(numbers: list[int]) -> str:
-    return _shortened(", ".join(map(str, numbers)))
+def _spans(numbers: list[int]) -> str:
+    """`0-3, 5` for `[0, 1, 2, 3, 5]`."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda e: e[1] - e[0])]
+    spans = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return _shortened(", ".join(spans))
 
 
 def _repeats(sizes: list[int]) -> str:

@@ -43,7 +43,10 @@ def _ranks(plan: "Plan") -> Iterator[str]:
         for j, gpu in enumerate(group.gpus):
             where = f"groups[{i}].gpus[{j}].rank"
             if gpu.rank in owner:
-                yield f"{where} is {gpu.rank}, which {owner[gpu.rank]} is too; expected each rank once"
+                yield (
+                    f"{where} is {gpu.rank}, which {owner[gpu.rank]} is too; "
+                    "expected each rank once"
+                )
             owner.setdefault(gpu.rank, where)
     missing = sorted(set(range(len(owner))) - set(owner))
     if missing:

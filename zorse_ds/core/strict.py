@@ -97,7 +97,8 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
         return f"{where} is missing; expected it beside {_shown(found)}"
     if kind == "literal_error":
         choices = re.findall("'([^']+)'", context["expected"])
-        return f"{where} is {_shown(found)}; expected {context['expected']}{suggestion(found, choices)}"
+        near = suggestion(found, choices)
+        return f"{where} is {_shown(found)}; expected {context['expected']}{near}"
     return f"{where} is {_shown(found)}; expected {_expected(detail['msg'], kind, context)}"
 
 

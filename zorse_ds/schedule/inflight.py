@@ -17,8 +17,10 @@ InFlightLimits = dict[tuple[int, int], int]
 
 
 def in_flight_limits(layout: Layout) -> InFlightLimits:
-    """The larger of what the routes demand and what the clock needs; the textbook numbers when
-    widths and sizes are equal. Linear but for one sort a stage.
+    """Limits for 1F1B: the textbook numbers when widths and sizes are equal.
+
+    The larger of what the routes demand, which is proved to end, and what the clock needs, which is
+    rarely less. Linear but for one sort a stage.
     """
     enough, busy = limits_to_finish(layout), limits_to_stay_busy(layout)
     return {key: max(enough[key], busy[key]) for key in enough}

@@ -34,7 +34,9 @@ def _print_version(wanted: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -43,7 +45,7 @@ def _options(
 def main() -> None:
     """Run the command line; a mistake of the user is one sentence a problem, without traceback."""
     try:
-        app()
+        app(prog_name="zorse")
     except ZorseError as error:
         print(error, file=sys.stderr)
         sys.exit(USER_ERROR)
