@@ -26,6 +26,7 @@ SHAPES = {
     "2-1-2": [[[4, 2], [1, 1, 1, 2]], [[6, 5]], [[3, 3], [5]]],
 }
 """Name → groups → ranks → sizes of micro-batches."""
+FOUR_GROUPS = [[[5], [6]], [[1, 4], [3], [3]], [[11]], [[2, 2, 2], [5]]]
 
 
 class Block(nn.Module):
@@ -64,6 +65,26 @@ def language_model(num_blocks: int, seed: int = 0) -> list[nn.Module]:
     body = [CausalMix() if i % 2 else Block() for i in range(num_blocks)]
     layers = [nn.Embedding(VOCAB, WIDTH), *body, nn.Linear(WIDTH, VOCAB)]
     return [layer.double() for layer in layers]
+
+
+def with_ties(count: int, *ties: Sequence[int]) -> list[nn.Module]:
+    """Blocks, of which those of one tie are the same module."""
+    layers = blocks(count)
+    for first, *others in ties:
+        for other in others:
+            layers[other] = layers[first]
+    return layers
+
+
+def tied_language_model(num_blocks: int) -> list[nn.Module]:
+    """Head and embedding are different modules with one weight; the head has a bias as well."""
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+    layers = [embedding, *(CausalMix() for _ in range(num_blocks)), head]
+    for layer in layers:
+        layer.double()
+    head.weight = embedding.weight
+    return layers
 
 
 def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:

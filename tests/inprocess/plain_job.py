@@ -47,7 +47,7 @@ class PlainOutcome:
 
 
 class PlainModel:
-    """The layers one after the other. `calls`: as many functions; default: the layers themselves."""
+    """The layers one after the other; `calls` says how each is used, None: by calling it."""
 
     def __init__(
         self, layers: Sequence[Any], calls: Sequence[Callable[..., Any] | None] | None = None

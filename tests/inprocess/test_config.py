@@ -80,7 +80,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
         "compression_training is enabled",
     ),
-    ({"zorse": {"transprot": "staged"}}, "zorse.transprot is no key here; did you mean 'transport'?"),
+    ({"zorse": {"transprot": "staged"}}, "did you mean 'transport'?"),
     ({"zorse": {"data": {"sead": 3}}}, "did you mean 'seed'?"),
     ({"zorse": {"transport": "fast"}}, "zorse.transport"),
     ({"zorse": {"timeout_s": 0}}, "zorse.timeout_s"),
@@ -90,9 +90,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("config, sentence", REFUSED, ids=lambda value: str(value)[:50])
-def test_a_contradiction_is_refused_in_one_sentence(
-    config: dict[str, Any], sentence: str
-) -> None:
+def test_a_contradiction_is_refused_in_one_sentence(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_config(ADAMW | config, PLAN)
     problems = str(caught.value).split("\n")

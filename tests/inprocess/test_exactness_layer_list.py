@@ -16,7 +16,6 @@ from tests.inprocess.exact_cases import (
     VOCAB,
     WIDTH,
     Block,
-    CausalMix,
     assert_exact,
     assert_same,
     blocks,
@@ -24,6 +23,7 @@ from tests.inprocess.exact_cases import (
     ragged_lengths,
     sentences,
     squared_error,
+    tied_language_model,
     token_sum,
     vectors,
 )
@@ -70,17 +70,6 @@ def backwards(module: Any, value: Tensor) -> Tensor:
 def project(module: nn.Embedding, value: Tensor) -> Tensor:
     """Hidden states to logits by the embedding's weight."""
     return F.linear(value, module.weight)
-
-
-def tied_language_model(num_blocks: int) -> list[nn.Module]:
-    """Head and embedding are different modules with one weight; the head has a bias as well."""
-    torch.manual_seed(0)
-    embedding, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-    layers = [embedding, *(CausalMix() for _ in range(num_blocks)), head]
-    for layer in layers:
-        layer.double()
-    head.weight = embedding.weight
-    return layers
 
 
 def from_seed(kind: type[nn.Module], index: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Any optimizer that treats elements one by one works on uneven shards; schedulers see its groups."""
+"""Optimizers that treat elements one by one work on uneven shards; schedulers see their groups."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.inprocess.exact_cases import (
     make_plan,
     squared_error,
     vectors,
+    with_ties,
 )
 from tests.inprocess.local_job import Job, Step
-from tests.inprocess.test_exactness_ties import with_ties
 
 optim = torch.optim
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -1,7 +1,7 @@
 """Low-precision parameters with float32 masters, against mixed precision written in plain PyTorch.
 
-The reference sums in the same micro-batches as the plan, because a low-precision gradient is rounded
-once a micro-batch; everything else it does in one process.
+The reference sums in the same micro-batches as the plan, because a low-precision gradient is
+rounded once a micro-batch; everything else it does in one process.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def test_masters_keep_the_bits_that_casting_loses() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_loss_scale_saves_small_float16_gradients(shape: str) -> None:
-    """Unscaled they are rounded away in float16; scaled by a power of two they are those of float32."""
+    """Unscaled they are rounded away; scaled by a power of two they are those of a larger loss."""
     factor = 2.0**-22
 
     def tiny(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.inprocess.exact_cases import (
     BATCH,
+    FOUR_GROUPS,
     SHAPES,
     assert_exact,
     asymmetric_plans,
@@ -30,7 +31,7 @@ ODD_SIZES = {
     "differ within a group": [[[6], [1, 1, 1, 1, 1]], [[2, 2], [7]]],
     "differ between groups": [[[1] * 11], [[11]], [[4, 4, 3]]],
     "whole batch at once, then one by one": [[[11]], [[1] * 6, [1] * 5]],
-    "four groups": [[[5], [6]], [[1, 4], [3], [3]], [[11]], [[2, 2, 2], [5]]],
+    "four groups": FOUR_GROUPS,
 }
 
 

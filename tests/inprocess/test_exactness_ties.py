@@ -5,38 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from torch import nn
 
 from tests.inprocess.exact_cases import (
     BATCH,
+    FOUR_GROUPS,
     SHAPES,
     assert_exact,
-    blocks,
     make_plan,
     ragged_lengths,
     sentences,
     squared_error,
+    tied_language_model,
     token_sum,
     vectors,
+    with_ties,
 )
 from tests.inprocess.local_job import Job, Step, run
-from tests.inprocess.test_exactness_layer_list import tied_language_model
 from zorse_ds.schedule.trace import ties_between_stages
-
-FOUR_GROUPS = [[[5], [6]], [[1, 4], [3], [3]], [[11]], [[2, 2, 2], [5]]]
-
-
-def with_ties(count: int, *ties: Sequence[int]) -> list[nn.Module]:
-    """Blocks, of which those of one tie are the same module."""
-    layers = blocks(count)
-    for first, *others in ties:
-        for other in others:
-            layers[other] = layers[first]
-    return layers
 
 
 def steps(clip: float = 0.0) -> list[Step]:

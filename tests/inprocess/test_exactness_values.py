@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.inprocess.exact_cases import (
     BATCH,
+    FOUR_GROUPS,
     SHAPES,
     WIDTH,
     Block,
@@ -23,7 +24,7 @@ from tests.inprocess.exact_cases import (
 from tests.inprocess.local_job import Job, Step, run
 from zorse_ds.errors import ModelError
 
-CUTS = {**SHAPES, "four": [[[5], [6]], [[1, 4], [3], [3]], [[11]], [[2, 2, 2], [5]]]}
+CUTS = {**SHAPES, "four": FOUR_GROUPS}
 Value = Any
 
 

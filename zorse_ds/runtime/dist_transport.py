@@ -90,8 +90,8 @@ class DistTransport:
             return fill(message, arriving.wait() if arriving is not None else None)
         except (RuntimeError, TimeoutError) as error:
             raise TransportError(
-                f"rank {self._rank} waited up to {self._timeout_s:g} s for {receive.text}, but rank "
-                f"{receive.peer} did not deliver ({_first_line(error)}); expected it alive"
+                f"rank {self._rank} waited up to {self._timeout_s:g} s for {receive.text}, but "
+                f"rank {receive.peer} did not deliver ({_first_line(error)}); expected it alive"
             ) from error
 
     def end(self) -> None:
@@ -193,7 +193,7 @@ def all_gloo(control: GlooChannel) -> Callable[[int, int, int], Channel]:
 def edge_channels(
     edges: dict[tuple[int, bool], Channel], staged: Channel, is_staged: Callable[[int], bool]
 ) -> Callable[[int, int, int], Channel]:
-    """One channel per directed stage edge `(boundary, forward)`; staged where `is_staged` says so."""
+    """One channel per directed stage edge `(boundary, forward)`; staged where `is_staged`."""
 
     def channel_of(boundary: int, peer: int, tag: int) -> Channel:
         return staged if is_staged(boundary) else edges[boundary, tag % 2 == 0]

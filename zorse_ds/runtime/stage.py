@@ -50,7 +50,7 @@ class StageRunner:
         arrived: Sequence[tuple[int, Range, Message]],
         train: bool,
     ) -> Any:
-        """Join what arrived, `(transfer, window, message)` along the sample axis; the stage's input."""
+        """Join what arrived, `(transfer, window, message)` by sample; returns the stage's input."""
         sizes = [window.size for _, window, _ in arrived]
         message = merge([piece for _, _, piece in arrived], sizes)
         leaves = list(message.leaves)

@@ -3,7 +3,7 @@
 A value is a tensor, or a tuple, list or dict of values; its leaves are tensors, `None` and plain
 constants. Dim 0 of a tensor is the sample axis when its size is that of the micro-batch; any other
 tensor is shared by all samples and must not need a gradient. So that a shared tensor is never taken
-for one with a row a sample, layers give it one row (a mask of shape [1, …] rather than [length, …]).
+for one with a row a sample, layers give it one row (a mask of shape [1, …], not [length, …]).
 """
 
 from collections.abc import Sequence
@@ -153,9 +153,10 @@ def pad_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Zero-pad all dims but the first, on the right, to the largest size of each."""
     shapes = [tensor.shape[1:] for tensor in tensors]
     if len({len(shape) for shape in shapes}) > 1:
+        found = [list(tensor.shape) for tensor in tensors]
         raise ModelError(
-            f"micro-batches of one stage returned tensors of shapes {[list(t.shape) for t in tensors]} "
-            "at the same place; expected as many dims in each"
+            f"micro-batches of one stage returned tensors of shapes {found} at the same place; "
+            "expected as many dims in each"
         )
     if all(shape == shapes[0] for shape in shapes):
         return list(tensors)

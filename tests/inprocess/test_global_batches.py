@@ -1,0 +1,124 @@
+"""What an iterator may give as one global batch, and how its samples are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from zorse_ds.core.order import SampleOrder
+from zorse_ds.errors import DataError
+from zorse_ds.integrations.deepspeed.data import (
+    CollatedBatch,
+    PlacedBatch,
+    SampleBatch,
+    ZorseLoader,
+    as_batch,
+    default_collate_fn,
+    num_samples_of,
+)
+from zorse_ds.ranges import Range
+
+SAMPLES = [(torch.full((3,), float(i)), torch.tensor(i)) for i in range(6)]
+
+
+def loaded(item: Any, samples: Range = Range(1, 2)) -> tuple[int, Any, Any]:
+    batch = as_batch(item, default_collate_fn)
+    return batch.num_samples, *batch.load(samples)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_a_list_of_samples_of_any_length(size: int) -> None:
+    """Two samples look like a collated pair, but for being tuples."""
+    batch = as_batch(SAMPLES[:size], default_collate_fn)
+    assert isinstance(batch, SampleBatch)
+    inputs, labels = batch.load(Range(0, size))
+    assert batch.num_samples == size
+    assert inputs.shape == (size, 3)
+    assert labels.tolist() == list(range(size))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_a_plain_loader_collates(size: int) -> None:
+    for item in DataLoader(SAMPLES, batch_size=size):
+        assert isinstance(as_batch(item, default_collate_fn), CollatedBatch)
+        num_samples, inputs, labels = loaded(item)
+        assert num_samples == size
+        assert inputs.shape == (1, 3)
+        assert labels.shape == (1,)
+
+
+def test_a_dictionary_with_labels() -> None:
+    item = {"input_ids": torch.arange(8).view(4, 2), "labels": torch.arange(4), "name": "text"}
+    num_samples, inputs, labels = loaded(item)
+    assert num_samples == 4
+    assert inputs["input_ids"].tolist() == [[2, 3]]
+    assert inputs["name"] == "text"
+    assert labels.tolist() == [1]
+
+
+def test_dictionaries_are_samples() -> None:
+    batch = as_batch([{"x": torch.ones(2)}, {"x": torch.ones(2)}], lambda samples: (samples, None))
+    assert batch.num_samples == 2
+    assert len(batch.load(Range(0, 2))[0]) == 2
+
+
+def test_tensors_of_unlike_length_are_refused() -> None:
+    with pytest.raises(DataError, match=r"\[4, 5\] samples along dim 0"):
+        as_batch((torch.ones(4, 2), torch.ones(5)), default_collate_fn)
+
+
+@pytest.mark.parametrize("item", ["text", [], 3, torch.ones(4)], ids=repr)
+def test_anything_else_is_refused(item: Any) -> None:
+    with pytest.raises(DataError, match="expected one global batch"):
+        as_batch(item, default_collate_fn)
+
+
+def test_a_collator_that_gives_no_pair_is_refused() -> None:
+    batch = as_batch(SAMPLES[:3], lambda samples: torch.ones(3))
+    with pytest.raises(DataError, match=r"expected \(inputs, labels\)"):
+        batch.load(Range(0, 1))
+
+
+def test_samples_of_unlike_shape_need_a_collator() -> None:
+    batch = as_batch([(torch.ones(2), 1), (torch.ones(3), 1)], default_collate_fn)
+    with pytest.raises(DataError, match="or a collate_fn"):
+        batch.load(Range(0, 2))
+
+
+def test_batch_fn_comes_before_the_device() -> None:
+    batch = as_batch(SAMPLES[:3], default_collate_fn)
+    placed = PlacedBatch(batch, torch.device("cpu"), lambda pair: (pair[0] * 2, pair[1]))
+    inputs, _ = placed.load(Range(2, 3))
+    assert inputs.tolist() == [[4.0, 4.0, 4.0]]
+    assert placed.num_samples == 3
+
+
+def test_a_loader_goes_on_where_it_was_left() -> None:
+    order = SampleOrder(6, 4, shuffle=False, seed=0, drop_last=False)
+    loader = ZorseLoader(SAMPLES, order, default_collate_fn)
+    assert len(loader) == 2
+    assert next(iter(loader)).load(Range(0, 4))[1].tolist() == [0, 1, 2, 3]
+    assert [batch.num_samples for batch in loader] == [2]
+    assert [batch.num_samples for batch in loader] == [4, 2]
+
+
+class Endless(IterableDataset[int]):
+    """No length."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+
+
+class Unsized:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("dataset", [Endless(), Unsized()], ids=lambda d: type(d).__name__)
+def test_a_data_set_without_length_is_refused(dataset: Any) -> None:
+    with pytest.raises(DataError, match="which has no order to cut"):
+        num_samples_of(dataset)
