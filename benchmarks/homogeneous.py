@@ -110,7 +110,12 @@ def measure(rank: int, kind: str, world_size: int, parts: list[int], steps: int)
         if step >= 2:
             seconds.append(time.perf_counter() - start)
     peak = status_bytes("VmHWM") - before
-    return {"seconds": seconds, "peak_bytes": peak, "losses": losses, "parts": [int(p) for p in parts]}
+    return {
+        "seconds": seconds,
+        "peak_bytes": peak,
+        "losses": losses,
+        "parts": [int(p) for p in parts],
+    }
 
 
 def compare(world_size: int, rounds: int, steps: int) -> dict[str, Any]:

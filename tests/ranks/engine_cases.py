@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -40,7 +41,7 @@ class Case:
     plan: dict[str, Any]
     batches: Sequence[Sequence[Sample]]
     layers: Callable[[], list[Any]] = mlp
-    loss_fn: Any = nn.MSELoss()
+    loss_fn: Any = F.mse_loss
     sample_loss: Callable[[Any, Any], tuple[Tensor, int]] = mean_of_sample
     """The reference's loss of one sample: `(sum, number of targets)`."""
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -77,9 +78,9 @@ def make_engine(case: Case, **arguments: Any) -> ZorseEngine:
         case.layers(), plan, loss_fn=case.loss_fn, collate_fn=case.collate_fn
     )
     config = {"optimizer": SGD, "gradient_clipping": 0.0, "steps_per_print": None} | case.config
-    if case.arguments(model).get("optimizer") is not None:
-        del config["optimizer"]
     given = case.arguments(model) | arguments
+    if config["optimizer"] is None or given.get("optimizer") is not None:
+        del config["optimizer"]
     engine, *_ = zorse_ds.initialize(model=model, config=config, **given)
     return engine
 

@@ -43,9 +43,7 @@ def case_of(name: str, batches: Any, **options: Any) -> Case:
 
 
 TWO_EPOCHS = case_of("two epochs", [*EPOCH, *EPOCH[:2]], config=UNSHUFFLED)
-DROPPED = case_of(
-    "drop last", [*FULL, *FULL], config=UNSHUFFLED | {"dataloader_drop_last": True}
-)
+DROPPED = case_of("drop last", [*FULL, *FULL], config=UNSHUFFLED | {"dataloader_drop_last": True})
 DOUBLED = case_of("batch_fn", [[(x + 1, y * 2) for x, y in batch] for batch in FULL])
 
 
@@ -141,13 +139,15 @@ class Endless(IterableDataset[Sample]):
 
 def refused_data(case: Case) -> list[str]:
     problems = []
-    for data in (Endless(), SAMPLES[:SIZE - 1]):
+    for data in (Endless(), SAMPLES[: SIZE - 1]):
         try:
             make_engine(case, training_data=data).destroy()
         except DataError as error:
             problems.append(str(error))
     engine = make_engine(case)
     problems.append(problem_of(engine, None))
+    with pytest.raises(DataError, match="data_sampler was given"):
+        engine.deepspeed_io(SAMPLES, data_sampler=range(3))
     engine.destroy()
     return problems
 

@@ -40,7 +40,7 @@ ONE_TWO_TWO = plan_of(
 
 
 class Spread(nn.Module):
-    """One tensor → everything that may travel: used, unused, ignored, constant, without gradient."""
+    """One tensor → all that may travel: used, unused, ignored, constant, without gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.utils import logger
 from torch import Tensor
 
-from tests.ranks.engine_cases import Case, Result, check, run_cases, run_reference
+from tests.ranks.engine_cases import (
+    Case,
+    Result,
+    check,
+    make_engine,
+    run_cases,
+    run_reference,
+)
 from tests.ranks.engine_models import (
     TokenLoss,
     batches_of,
@@ -20,6 +29,7 @@ from tests.ranks.engine_models import (
     sum_and_count,
     token_model,
 )
+from tests.ranks.harness import run_ranks
 
 NARROW_WIDE = plan_of([[[3, 2, 2]], [[1, 2], [2, 2]]], [0, 2, 6], zero=[1, 2], weights=[1, 2, 1])
 WIDE_NARROW = plan_of([[[3, 1], [2, 1]], [[3, 4]]], [0, 3, 6], zero=[2, 0], recompute="full")
@@ -102,3 +112,27 @@ def test_a_step_without_target_counts_as_skipped(results: dict[str, list[Result]
     for result in results["no target, scheduled"]:
         assert result.skipped_steps == 1
         assert result.rates == [0.05, 0.05, 0.025, 0.0125]
+
+
+def warnings_of(rank: int) -> tuple[list[str], list[str]]:
+    """What DeepSpeed's logger says in a step with targets, and in one without."""
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    case = CASES[4]
+    engine = make_engine(case)
+    engine.set_dataiterator(iter(case.batches))
+    told = []
+    for _ in range(2):
+        heard.clear()
+        engine.train_batch()
+        told.append([r.getMessage() for r in heard if r.levelno == logging.WARNING])
+    engine.destroy()
+    return told[0], told[1]
+
+
+def test_one_rank_warns_of_a_step_without_target() -> None:
+    first, *others = run_ranks(3, warnings_of, timeout_s=60)
+    assert first == ([], ["step 2 made no update: no targets"])
+    assert others == [([], [])] * 2

@@ -117,9 +117,7 @@ CASES = [
     scheduled("StepLR", lr_scheduler.StepLR, step_size=2, gamma=0.1),
     scheduled("CosineAnnealingLR", lr_scheduler.CosineAnnealingLR, T_max=5),
     case_of("client instances", arguments=client, scheduler=step_lr),
-    case_of(
-        "client callables", arguments=client_with_callable_schedule, scheduler=step_lr
-    ),
+    case_of("client callables", arguments=client_with_callable_schedule, scheduler=step_lr),
     case_of(
         "param groups, optimizer in JSON",
         arguments=lambda model: {"model_parameters": two_groups(model.named_parameters())},
@@ -233,3 +231,29 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(precision: str)
     check_copies([result["steps"][-1] for result in results])
     before, after = (256.0, 128.0) if precision == "fp16" else (1.0, 1.0)
     assert all(result["scales"] == [before, *[after] * 4] for result in results)
+
+
+def low_precision_loss(rank: int, precision: str) -> list[float]:
+    """Loss of an engine that only evaluates, of one that trains, and after three steps."""
+    if precision == "fp16":
+        type(get_accelerator()).is_fp16_supported = lambda self: True
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    batch = in_precision(BATCHES[:1], dtype)[0]
+    losses = []
+    for optimizer in ({"optimizer": None}, {}):
+        engine = make_engine(case_of(precision, config=PRECISIONS[precision] | optimizer))
+        losses.append(float(engine.eval_batch(iter([batch]))))
+    engine.set_dataiterator(iter([batch] * 3))
+    for _ in range(3):
+        engine.train_batch()
+    losses.append(float(engine.eval_batch(iter([batch]))))
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_is_near_full_precision(precision: str) -> None:
+    same = [BATCHES[0]] * 3
+    reference = run_reference(Case("", PLAN, same))
+    for before, trained_before, after in run_ranks(3, low_precision_loss, precision, timeout_s=60):
+        assert before == trained_before == pytest.approx(reference.losses[0], rel=0.03)
+        assert after < 0.95 * reference.losses[0]

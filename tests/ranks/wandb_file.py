@@ -29,7 +29,10 @@ def history_of(folder: Path) -> list[dict[str, Any]]:
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             rows.append(
-                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+                {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in items
+                }
             )
     return rows
 

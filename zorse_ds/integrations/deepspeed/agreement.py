@@ -13,13 +13,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import DataError, WorldError
-from zorse_ds.integrations.deepspeed.data import GlobalBatch
-from zorse_ds.ranges import Range
+from zorse_ds.integrations.deepspeed.data import CollatedBatch, SampleBatch
 from zorse_ds.runtime.dist_world import DistWorld
-from zorse_ds.runtime.values import flatten
 
 _OWN_TO_A_RANK = ("tensorboard", "wandb", "csv_monitor", "comet")
 """Sections of the config that may differ: one rank writes, and paths may be a host's own."""
@@ -44,7 +43,9 @@ def agree_on_config(config: Mapping[str, Any]) -> None:
     if isinstance(zorse, dict):
         # The plan itself is compared, not the path that it was read from.
         shared["zorse"] = {key: value for key, value in zorse.items() if key != "plan"}
-    _agree({f"config's {key}": json.dumps(shared[key], sort_keys=True, default=str) for key in shared})
+    _agree(
+        {f"config's {key}": json.dumps(shared[key], sort_keys=True, default=str) for key in shared}
+    )
 
 
 def agree_on_trace(digest: str) -> None:
@@ -52,7 +53,7 @@ def agree_on_trace(digest: str) -> None:
     _agree({"trace digest": digest})
 
 
-def agree_on_batch(world: DistWorld, batch: GlobalBatch | None) -> None:
+def agree_on_batch(world: DistWorld, batch: SampleBatch | CollatedBatch | None) -> None:
     """Collective: a user's iterator must give every rank the same batch, or end on all of them.
 
     `batch` is None where the iterator ended. Raises `DataError`.
@@ -73,19 +74,19 @@ def agree_on_batch(world: DistWorld, batch: GlobalBatch | None) -> None:
         )
     if len(set(facts)) > 1:
         raise DataError(
-            f"the data iterators gave the ranks different samples; expected the same global batch "
+            "the data iterators gave the ranks different samples; expected the same global batch "
             "on every rank, for example a shuffling loader with a generator of the same seed"
         )
 
 
-def _checksum(batch: GlobalBatch) -> int:
+def _checksum(batch: SampleBatch | CollatedBatch) -> int:
     """Of all tensors of a batch: random batches that differ are as good as sure to be found."""
     checksum = 0
-    _, leaves = flatten(batch.raw)
+    leaves, _ = tree_flatten(batch.value)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.numel():
             raw = leaf.detach().contiguous().view(-1).view(torch.uint8).cpu()
-            checksum = zlib.crc32(raw.numpy(), checksum)
+            checksum = zlib.crc32(raw.numpy().data, checksum)
     return checksum
 
 

@@ -106,7 +106,7 @@ def _placeholders(config: Config) -> Iterator[str]:
 def _zero(config: Config) -> Iterator[str]:
     zero = config.get("zero_optimization")
     level = zero.get("stage", 0) if isinstance(zero, dict) else int(bool(zero))
-    if level:
+    if level and level != "auto":
         yield (
             f"zero_optimization.stage is {level!r}, but the plan says zero_level group by group; "
             "expected 0 or no such section"
@@ -208,8 +208,8 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield f"optimizer.type {problem}"
     if "max_grad_norm" in (optimizer.get("params") or {}):
         yield (
-            "optimizer.params.max_grad_norm would have no effect; expected gradient_clipping beside "
-            "the optimizer"
+            "optimizer.params.max_grad_norm would have no effect; expected gradient_clipping "
+            "beside the optimizer"
         )
 
 

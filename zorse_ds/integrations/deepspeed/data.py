@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -20,8 +21,6 @@ class GlobalBatch(Protocol):
     """See `runtime.step.Batch`; it knows its size."""
 
     num_samples: int
-    raw: Any
-    """What is already in memory."""
 
     def load(self, samples: Range) -> tuple[Any, Any]:
         """`(inputs, labels)` of some samples."""
@@ -30,9 +29,9 @@ class GlobalBatch(Protocol):
 class IndexedBatch:
     """Samples of a map-style data set, by id; nothing is read before `load`."""
 
-    raw = None
-
-    def __init__(self, dataset: Any, ids: Sequence[int], collate_fn: CollateFn) -> None:
+    def __init__(
+        self, dataset: Any, ids: Sequence[int] | np.ndarray, collate_fn: CollateFn
+    ) -> None:
         self._dataset, self._ids, self._collate_fn = dataset, ids, collate_fn
         self.num_samples = len(ids)
 
@@ -48,19 +47,19 @@ class SampleBatch:
     """Samples given one by one."""
 
     def __init__(self, samples: Sequence[Any], collate_fn: CollateFn) -> None:
-        self.raw, self._collate_fn = samples, collate_fn
+        self.value, self._collate_fn = samples, collate_fn
         self.num_samples = len(samples)
 
     def load(self, samples: Range) -> tuple[Any, Any]:
         """Collate the samples."""
-        return as_pair(self._collate_fn(list(self.raw[samples.as_slice()])))
+        return as_pair(self._collate_fn(list(self.value[samples.as_slice()])))
 
 
 class CollatedBatch:
     """A batch that was collated as a whole: cut along dim 0 of every tensor."""
 
     def __init__(self, pair: tuple[Any, Any]) -> None:
-        self.raw = pair
+        self.value = pair
         _, leaves = flatten(pair)
         sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
         if len(sizes) != 1:
@@ -76,7 +75,7 @@ class CollatedBatch:
         def cut(leaf: Any) -> Any:
             return leaf[samples.as_slice()] if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
-        inputs, labels = tree_map(cut, self.raw)
+        inputs, labels = tree_map(cut, self.value)
         return inputs, labels
 
 
@@ -136,7 +135,7 @@ def num_samples_of(dataset: Any) -> int:
     return len(dataset)
 
 
-def as_batch(item: Any, collate_fn: CollateFn) -> GlobalBatch:
+def as_batch(item: Any, collate_fn: CollateFn) -> IndexedBatch | SampleBatch | CollatedBatch:
     """One item of an iterator as a global batch.
 
     An item is a batch of a `ZorseLoader`, a list of samples (tuples or dicts), or a collated

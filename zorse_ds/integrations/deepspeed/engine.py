@@ -51,7 +51,7 @@ class ZorseEngine(PipelineEngine):
     """
 
     _booting = True
-    """While the base class is constructed it wants to greet one neighbour a stage: nobody is there."""
+    """The base class's constructor wants to greet one neighbour a stage: nobody is there."""
 
     report: StepReport | None = None
 
@@ -73,6 +73,7 @@ class ZorseEngine(PipelineEngine):
         self.__dict__["_world"] = world
         model.mpu().attach(world, model.plan.group_of_rank(world.rank).ranks)
         super().__init__(*args, **kwargs)
+        self._originals.clear()
         self._booting = False
         self._worker = self._make_worker()
 
@@ -114,9 +115,11 @@ class ZorseEngine(PipelineEngine):
             groups = param_groups_of(model_parameters)
             make = client_optimizer or self._configure_basic_optimizer
         sharded = build_optimizer(parts, groups, make, self._originals)
-        self._originals.clear()
         self.basic_optimizer = sharded.inner
         self.optimizer = ZorseOptimizer(sharded, self._loss_scaler())
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> None:
+        """None: DeepSpeed asks for one when there is nothing to train."""
 
     def _loss_scaler(self) -> Any:
         if not self.fp16_enabled():
@@ -211,8 +214,8 @@ class ZorseEngine(PipelineEngine):
         """
         if self.optimizer is None:
             raise ConfigError(
-                "train_batch was called without an optimizer; expected 'optimizer' in the config or "
-                "in initialize"
+                "train_batch was called without an optimizer; expected 'optimizer' in the config "
+                "or in initialize"
             )
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -275,14 +278,15 @@ class ZorseEngine(PipelineEngine):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Refused: the plan says how a batch is cut."""
         raise ConfigError(
-            f"train_batch_size cannot become {train_batch_size} while training; expected a plan for "
-            "that batch"
+            f"train_batch_size cannot become {train_batch_size} while training; expected a plan "
+            "for that batch"
         )
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """Refused: this version keeps no optimizer state; `save_pretrained` writes the weights."""
         raise ConfigError(
-            "save_checkpoint is not available in this version; expected engine.save_pretrained(folder)"
+            "save_checkpoint is not available in this version; expected "
+            "engine.save_pretrained(folder)"
         )
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from deepspeed import set_optimizer_flags
 from deepspeed.runtime import zero
 from deepspeed.runtime.config import DeepSpeedConfig
 
+from zorse_ds.core.plan import Plan
 from zorse_ds.errors import ConfigError, ModelError
 from zorse_ds.integrations.deepspeed.agreement import agree_on_config
 from zorse_ds.integrations.deepspeed.config import check_config, load_config
@@ -41,12 +42,8 @@ def initialize(
     if mpu is not None:
         raise ConfigError("mpu was given; expected none, for the plan takes its place")
     init_distributed()
-    settings = load_config(_chosen_config(args, config or config_params))
-    agree_on_config(settings)
-    check_config(settings, model.plan)
-    settings["train_batch_size"] = model.plan.global_batch_size
-    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        settings.pop(key, None)
+    chosen = _chosen_config(args, config_params if config is None else config)
+    settings = _settled_config(chosen, model.plan)
     zero.partition_parameters.shutdown_init_context()
     config_class = DeepSpeedConfig(settings, model.mpu())
     set_optimizer_flags(config_class, model)
@@ -66,6 +63,17 @@ def initialize(
     zero.partition_parameters.restore_init_context()
     engine._configure_python_gc()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _settled_config(config: Any, plan: Plan) -> dict[str, Any]:
+    """Collective: the config that all ranks have, checked, with the plan's batch size in it."""
+    settings = load_config(config)
+    agree_on_config(settings)
+    check_config(settings, plan)
+    settings["train_batch_size"] = plan.global_batch_size
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        settings.pop(key, None)
+    return settings
 
 
 def _chosen_config(args: Any, config: Any) -> Any:

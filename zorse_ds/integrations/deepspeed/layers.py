@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zorse_ds.errors import ModelError
 from zorse_ds.ranges import Range
 
-Layer = LayerSpec | nn.Module | Callable[[Any], Any]
+Layer: TypeAlias = LayerSpec | nn.Module | Callable[[Any], Any]
 
 
 class LayerListStage(nn.Module):
@@ -79,7 +79,7 @@ class LayerListStages:
     def build(
         self, layers: Range, *, recompute: bool, owns: Callable[[int], bool]
     ) -> LayerListStage:
-        """The stage of `layers`; `owns(tie)` says whether it is the first to use shared parameters."""
+        """The stage of `layers`; `owns(tie)`: it is the first to use those shared parameters."""
         own = self._layers[layers.as_slice()]
         own = self._copied_where_shared(own, layers, owns)
         modules: dict[str, nn.Module] = {}

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
@@ -17,6 +18,7 @@ from torch import nn
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import PlanError
 from zorse_ds.integrations.deepspeed.agreement import agree_on_model
+from zorse_ds.integrations.deepspeed.config import plan_from_config
 from zorse_ds.integrations.deepspeed.data import CollateFn
 from zorse_ds.integrations.deepspeed.layers import Layer, LayerListStages
 from zorse_ds.integrations.deepspeed.topology import ZorseGrid, ZorseTopology
@@ -28,7 +30,9 @@ from zorse_ds.schedule.trace import Tie, ties_between_stages
 class StageSource(Protocol):
     """Where the models of stages come from."""
 
-    tied_layers: Sequence[Sequence[int]]
+    @property
+    def tied_layers(self) -> Sequence[Sequence[int]]:
+        """For each set of shared parameters, the pipeline layers that use them."""
 
     @property
     def layer_names(self) -> Sequence[str]:
@@ -43,9 +47,10 @@ class ZorsePipelineModule(PipelineModule):
 
     `layers` is what `PipelineModule` takes: `LayerSpec`, `TiedLayerSpec`, modules, functions.
     `loss_fn(outputs, labels)` returns `(loss_sum, num_targets)` or a scalar mean over the samples
-    of a micro-batch. Dim 0 of what layers exchange is the sample axis. Initial weights do not
-    depend on the plan (`base_seed` + layer index). Raises `PlanError` when the plan is for another
-    world or number of layers. Collective: every rank constructs it.
+    of a micro-batch. `plan` may be left out when `config`, the DeepSpeed JSON, names one. Dim 0 of
+    what layers exchange is the sample axis. Initial weights do not depend on the plan (`base_seed`
+    + layer index). Raises `PlanError` when the plan is for another world or number of layers,
+    `WorldError` when ranks have unlike plans or models. Collective: every rank constructs it.
     """
 
     engine_class: type | None = None
@@ -57,12 +62,18 @@ class ZorsePipelineModule(PipelineModule):
         plan: Plan | None = None,
         loss_fn: LossFn | None = None,
         *,
+        config: str | Path | dict[str, Any] | None = None,
         base_seed: int = 1234,
         source: StageSource | None = None,
         collate_fn: CollateFn | None = None,
     ) -> None:
+        if plan is None and config is not None:
+            plan = plan_from_config(config)
         if plan is None:
-            raise PlanError("ZorsePipelineModule was given no plan; expected plan=Plan.load(path)")
+            raise PlanError(
+                "ZorsePipelineModule was given no plan; expected plan=Plan.load(path), or a config "
+                "with zorse.plan"
+            )
         init_distributed()
         stages = source or LayerListStages(list(layers or ()), base_seed)
         agree_on_model(plan, stages.layer_names)
