@@ -215,11 +215,20 @@ def _run_rank(rank: _Rank, traces: Sequence[Trace], steps: Sequence[Step]) -> Ou
             report = worker.evaluate(trace, batch, keep_outputs=True)
         if scheduler is not None and step.trains:
             scheduler.step()
+        _check_grads_dropped(rank, optimizer)
         outcome.reports.append(report)
         outcome.outputs.append(report.outputs)
         outcome.values.append(rank.values())
         outcome.masters.append(rank.masters(optimizer))
     return outcome
+
+
+def _check_grads_dropped(rank: _Rank, optimizer: ShardedOptimizer) -> None:
+    """Whole gradients outlive a step only where each rank needs room for them in every step."""
+    kept = [bucket for bucket in optimizer.buckets if bucket.zero_level < 2]
+    may_keep = {name for bucket in kept for name in bucket.flat.names}
+    assert all(p.grad is None or name in may_keep for name, p in rank.parameters())
+    assert all(b.flat.grad is None for b in optimizer.buckets if b.zero_level == 2)
 
 
 def _joined(runs: Sequence[Outcome]) -> Outcome:

@@ -39,9 +39,9 @@ def tensor_count(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nan_without_targets(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-    """What dividing by zero and multiplying again makes of a sum."""
+    """NaN where nothing counts, in the gradient too."""
     total, count = token_sum(logits, labels)
-    return (total / count) * count if count else total * math.nan, count
+    return total if count else logits.sum() * math.nan, count
 
 
 def sum_and_count(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:

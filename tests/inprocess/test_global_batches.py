@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zorse_ds.core.order import SampleOrder
 from zorse_ds.errors import DataError
+from zorse_ds.integrations.deepspeed.agreement import _checksum
 from zorse_ds.integrations.deepspeed.data import (
     CollatedBatch,
+    IndexedBatch,
     PlacedBatch,
     SampleBatch,
     ZorseLoader,
@@ -25,9 +28,10 @@ from zorse_ds.ranges import Range
 SAMPLES = [(torch.full((3,), float(i)), torch.tensor(i)) for i in range(6)]
 
 
-def loaded(item: Any, samples: Range = Range(1, 2)) -> tuple[int, Any, Any]:
+def loaded(item: Any) -> tuple[int, Any, Any]:
+    """Number of samples, and inputs and labels of the second one."""
     batch = as_batch(item, default_collate_fn)
-    return batch.num_samples, *batch.load(samples)
+    return batch.num_samples, *batch.load(Range(1, 2))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
@@ -122,3 +126,25 @@ class Unsized:
 def test_a_data_set_without_length_is_refused(dataset: Any) -> None:
     with pytest.raises(DataError, match="which has no order to cut"):
         num_samples_of(dataset)
+
+
+def checksum_of(item: Any) -> int:
+    batch = as_batch(item, default_collate_fn)
+    assert not isinstance(batch, IndexedBatch)
+    return _checksum(batch)
+
+
+def tokens(last: int) -> list[dict[str, Any]]:
+    return [{"input_ids": [1, 2, last]}, {"input_ids": np.array([3, last])}]
+
+
+def floats(last: float) -> tuple[Any, Any]:
+    half = torch.tensor([[1.0], [last]], dtype=torch.bfloat16)
+    return {"x": half, "empty": torch.zeros(2, 0)}, torch.tensor([0.5, last])
+
+
+@pytest.mark.parametrize("make", [tokens, floats], ids=lambda make: make.__name__)
+def test_a_checksum_tells_equal_batches_from_others(make: Any) -> None:
+    assert checksum_of(make(5)) == checksum_of(make(5))
+    assert checksum_of(make(5)) != checksum_of(make(6))
+    assert checksum_of(make(5)) != checksum_of(make(5)[::-1])

@@ -159,6 +159,10 @@ REFUSALS: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         ("ConfigError", "train_batch was called without an optimizer"),
     ),
     "another batch size later": (change_batch_size, ("ConfigError", "cannot become 14")),
+    "micro-batches of evaluation": (
+        lambda rank: start().eval_batch(iter(CASE.batches), num_micro_batches=2),
+        ("ConfigError", "num_micro_batches was given to eval_batch"),
+    ),
     "checkpoints": (save, ("ConfigError", "save_checkpoint is not available")),
     "loading": (load, ("ConfigError", "load_checkpoint is not available")),
     "exporting layers": (save_layers, ("ModelError", "save_pretrained was called on a model made")),

@@ -66,7 +66,7 @@ def test_plain_initialize_makes_the_engine_that_a_module_names(
             assert torch.equal(theirs["weights"][name], weight)
 
 
-@pytest.mark.parametrize("patch", sorted(PATCHES.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize("patch", sorted(PATCHES.glob("*.patch")), ids=lambda path: path.name)
 def test_a_patch_comes_off_without_a_trace(patch: Path, packages: Path) -> None:
     before = contents_of(INSTALLED)
     apply(patch, packages)

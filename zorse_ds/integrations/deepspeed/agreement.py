@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import DataError, WorldError
@@ -80,14 +80,18 @@ def agree_on_batch(world: DistWorld, batch: SampleBatch | CollatedBatch | None) 
 
 
 def _checksum(batch: SampleBatch | CollatedBatch) -> int:
-    """Of all tensors of a batch: random batches that differ are as good as sure to be found."""
-    checksum = 0
-    leaves, _ = tree_flatten(batch.value)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.numel():
-            raw = leaf.detach().contiguous().view(-1).view(torch.uint8).cpu()
-            checksum = zlib.crc32(raw.numpy().data, checksum)
-    return checksum
+    """Of all values of a batch: random batches that differ are as good as sure to be found."""
+    return zlib.crc32(json.dumps(batch.value, default=_stand_in, skipkeys=True).encode())
+
+
+def _stand_in(value: Any) -> Any:
+    """What JSON cannot hold: a checksum of a tensor's bits, the items of a mapping, or a name."""
+    if isinstance(value, np.ndarray):
+        return zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
+    if isinstance(value, Tensor):
+        raw = value.detach().contiguous().view(-1).view(torch.uint8)
+        return zlib.crc32(raw.cpu().numpy().data)
+    return dict(value) if isinstance(value, Mapping) else type(value).__name__
 
 
 def _agree(own: dict[str, str]) -> None:

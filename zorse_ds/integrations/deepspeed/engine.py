@@ -227,6 +227,11 @@ class ZorseEngine(PipelineEngine):
 
         Raises `StopIteration` on every rank when `data_iter` ends. Collective: every rank.
         """
+        if kwargs.get("num_micro_batches") is not None:
+            raise ConfigError(
+                "num_micro_batches was given to eval_batch; expected none, for each item of "
+                "data_iter is a global batch, which the plan cuts"
+            )
         self._batch = self._next_global_batch(data_iter)
         return super().eval_batch(data_iter, *args, **kwargs)
 
