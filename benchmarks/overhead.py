@@ -92,12 +92,12 @@ def worker() -> Worker:
     world = LocalWorld(1).process_group(0, [0])
     nothing = torch.nn.Parameter(torch.zeros(0))
     optimizer = ShardedOptimizer(
-        {1: []}, {}, [{}], lambda bucket: 0, lambda groups: torch.optim.SGD([nothing], lr=0), world
+        {}, {}, [{}], lambda bucket: 0, lambda groups: torch.optim.SGD([nothing], lr=0), world
     )
     criterion = Criterion(None)
     device = torch.device("cpu")
     wires = AnsweringWires()
-    return Worker(RANK, {1: EmptyRunner()}, criterion, wires, optimizer, None, world, device)
+    return Worker(RANK, {1: EmptyRunner()}, criterion, wires, optimizer, {}, world, device)
 
 
 def measure(micro_batches: int, repeats: int) -> dict[str, Any]:

@@ -141,14 +141,13 @@ class _Rank:
         group = {id(p): self.job.group_of(name) for name, p in self.parameters()}
         groups = ParamGroups(list(self.job.options), lambda p: group[id(p)])
         optimizer = build_optimizer(parts, groups, self.job.make_optimizer, self.originals)
-        last = len(self.plan.stages) - 1
         return _WatchedWorker(
             self.rank,
             {stage: StageRunner(model) for stage, model in self.models.items()},
             Criterion(self.job.loss_fn),
             self.world.transport(self.rank),
             optimizer,
-            process_group(self.plan.group_of_stage(last).ranks) if last in self.models else None,
+            {at: process_group(self.plan.group_of_stage(at).ranks) for at in self.models},
             everybody,
             torch.device("cpu"),
         )

@@ -95,6 +95,8 @@ class Plan(StrictModel):
     version: Annotated[Literal[1], BeforeValidator(_whole)] = 1
     global_batch_size: int = Field(ge=1, le=_MOST)
     schedule: Literal["1f1b", "gpipe", "ministage"] = "1f1b"
+    turnaround: bool = True
+    """With schedule "ministage": at its last stage a group runs backward as gradients arrive."""
     groups: Annotated[tuple[GpuGroup, ...], BeforeValidator(_as_tuple)]
     stages: Annotated[tuple[Stage, ...], BeforeValidator(_as_tuple)]
 

@@ -9,18 +9,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zorse_ds.core.plan import Plan
-from zorse_ds.core.shards import shard_layout
+from zorse_ds.core.shards import cut_into_shards, shard_layout
 from zorse_ds.errors import ModelError
+from zorse_ds.runtime.bucket import Bucket
 from zorse_ds.runtime.flat import FlatParameters, NamedParameter
 from zorse_ds.runtime.optimizer import (
-    Bucket,
     OptimizerFactory,
     ParamGroup,
     ShardedOptimizer,
+    StageParameters,
     cut_into_buckets,
 )
-from zorse_ds.runtime.process_groups import ProcessGroup
-from zorse_ds.runtime.ties import OwnedTie, TiedParameters
+from zorse_ds.runtime.process_groups import ProcessGroup, gather_shards
+from zorse_ds.runtime.sharded import ShardedFlat
+from zorse_ds.runtime.ties import OwnedPlace, TiedCopy, TiedParameters
+from zorse_ds.schedule.residency import GATHERED_LEVEL
 from zorse_ds.schedule.trace import Tie
 
 
@@ -69,101 +72,139 @@ def build_optimizer(
     make_optimizer: OptimizerFactory,
     originals: Mapping[str, Tensor] | None = None,
 ) -> ShardedOptimizer:
-    """Shard the trainable parameters of a rank and set the inner optimizer on its shards.
+    """Shard the parameters of a rank and set the inner optimizer on its master shards.
 
     `originals` holds full-precision values of parameters that were cast before. Collective: all
     ranks of the plan; afterwards copies of one parameter are equal on all ranks.
     """
-    buckets: dict[int, list[Bucket]] = {}
+    _share_frozen(parts, groups)
     group_of: dict[int, int] = {}
-    copies: dict[int, list[FlatParameters]] = {}
+    stages: dict[int, StageParameters] = {}
+    copies: dict[int, list[TiedCopy]] = {}
     for stage in parts.plan.stages_of_rank(parts.rank):
-        owned, lots = _split_by_owner(parts, stage, groups)
-        for tie, lot in lots.items():
-            copies.setdefault(tie, []).append(_one_flat(lot))
-        buckets[stage] = []
-        plan_group = parts.plan.group_of_stage(stage)
-        process_group = parts.process_group(plan_group.ranks)
-        for group, flat in cut_into_buckets(owned, groups.index_of):
-            bucket = Bucket(flat, plan_group, process_group, originals or {})
-            group_of[id(bucket)] = group
-            buckets[stage].append(bucket)
-    ties = _tied_parameters(parts, buckets, copies)
+        lots = _split(parts, stage, groups)
+        buckets = _buckets(parts, stage, lots.owned, groups, originals or {}, group_of)
+        own_copies = {tie: _copy(parts, stage, lot) for tie, lot in lots.copied.items()}
+        for tie, copy in own_copies.items():
+            copies.setdefault(tie, []).append(copy)
+        sharded = [bucket.sharded for bucket in buckets]
+        sharded += [copy.sharded for copy in own_copies.values()]
+        sharded += [_sharded(parts, stage, flat) for flat in _by_dtype(lots.frozen)]
+        stages[stage] = StageParameters(
+            tuple(buckets),
+            tuple(copy.flat for copy in own_copies.values()),
+            tuple(each for each in sharded if each is not None),
+        )
     optimizer = ShardedOptimizer(
-        buckets,
-        ties,
+        stages,
+        _tied_parameters(parts, stages, copies),
         groups.options,
         lambda bucket: group_of[id(bucket)],
         make_optimizer,
         parts.world,
     )
     _equalise(optimizer)
-    _share_frozen(parts)
     return optimizer
 
 
-def _split_by_owner(
-    parts: RankParts, stage: int, groups: ParamGroups
-) -> tuple[list[NamedParameter], dict[int, list[NamedParameter]]]:
-    """Trainable parameters that the stage owns, and those it has copies of, by tie."""
+@dataclass(frozen=True, slots=True)
+class _Lots:
+    """The parameters of a stage by what becomes of them."""
+
+    owned: list[NamedParameter]
+    copied: dict[int, list[NamedParameter]]
+    """Trainable copies of what another stage owns, by tie."""
+    frozen: list[NamedParameter]
+
+
+def _split(parts: RankParts, stage: int, groups: ParamGroups) -> _Lots:
     owners = {tie.index: tie.owner for tie in parts.ties if stage in tie.stages}
-    owned: list[NamedParameter] = []
-    copied: dict[int, list[NamedParameter]] = {}
+    lots = _Lots([], {}, [])
     model = parts.models[stage]
     for name, parameter in model.global_parameters():
         if groups.index_of(parameter) is None:
             parameter.requires_grad_(False)
-        if not parameter.requires_grad:
-            continue
         tie = model.tie_of(name)
-        lot = (
-            owned if tie is None or owners.get(tie, stage) == stage else copied.setdefault(tie, [])
-        )
+        lot = lots.owned
+        if not parameter.requires_grad:
+            lot = lots.frozen
+        elif tie is not None and owners.get(tie, stage) != stage:
+            lot = lots.copied.setdefault(tie, [])
         lot.append(NamedParameter(name, parameter))
-    return owned, copied
+    return lots
 
 
-def _one_flat(lot: Sequence[NamedParameter]) -> FlatParameters:
+def _buckets(
+    parts: RankParts,
+    stage: int,
+    owned: Sequence[NamedParameter],
+    groups: ParamGroups,
+    originals: Mapping[str, Tensor],
+    group_of: dict[int, int],
+) -> list[Bucket]:
+    plan_group = parts.plan.group_of_stage(stage)
+    process_group = parts.process_group(plan_group.ranks)
+    buckets = []
+    for group, flat in cut_into_buckets(owned, groups.index_of):
+        buckets.append(Bucket(flat, plan_group, process_group, originals))
+        group_of[id(buckets[-1])] = group
+    return buckets
+
+
+def _copy(parts: RankParts, stage: int, lot: Sequence[NamedParameter]) -> TiedCopy:
     dtypes = {named.parameter.dtype for named in lot}
     if len(dtypes) > 1:
         raise ModelError(f"tied parameters have dtypes {sorted(map(str, dtypes))}; expected one")
-    return FlatParameters(sorted(lot, key=lambda named: named.name))
+    flat = FlatParameters(sorted(lot, key=lambda named: named.name))
+    return TiedCopy(flat, _sharded(parts, stage, flat))
+
+
+def _by_dtype(lot: Sequence[NamedParameter]) -> list[FlatParameters]:
+    return [flat for _, flat in cut_into_buckets(lot, lambda parameter: 0)]
+
+
+def _sharded(parts: RankParts, stage: int, flat: FlatParameters) -> ShardedFlat | None:
+    """The flat vector in shards where the stage's group keeps parameters so."""
+    group = parts.plan.group_of_stage(stage)
+    if group.zero_level < GATHERED_LEVEL:
+        return None
+    layout = cut_into_shards(flat.numel, group)
+    return ShardedFlat(flat, layout, parts.process_group(group.ranks))
 
 
 def _tied_parameters(
     parts: RankParts,
-    buckets: Mapping[int, Sequence[Bucket]],
-    copies: Mapping[int, Sequence[FlatParameters]],
+    stages: Mapping[int, StageParameters],
+    copies: Mapping[int, Sequence[TiedCopy]],
 ) -> dict[int, TiedParameters]:
     tied: dict[int, TiedParameters] = {}
     for tie in parts.ties:
         if parts.rank not in tie.ranks:
             continue
-        process_group = parts.process_group(tie.ranks)
-        places = _places_of(parts, tie, buckets)
+        places = _places_of(parts, tie, stages)
         own_copies = copies.get(tie.index, ())
         if places or own_copies:
-            owner_ranks = parts.plan.group_of_stage(tie.owner).ranks
-            owned = OwnedTie(places) if places else None
-            tied[tie.index] = TiedParameters(process_group, owner_ranks, owned, own_copies)
+            group = parts.process_group(tie.ranks)
+            some = places[0].bucket.flat if places else own_copies[0].flat
+            tied[tie.index] = TiedParameters(group, places, own_copies, some.data.device)
     return tied
 
 
 def _places_of(
-    parts: RankParts, tie: Tie, buckets: Mapping[int, Sequence[Bucket]]
-) -> list[tuple[FlatParameters, Any]]:
+    parts: RankParts, tie: Tie, stages: Mapping[int, StageParameters]
+) -> list[OwnedPlace]:
     """Where the owner's tied parameters lie, by name, as the copies have them."""
     model = parts.models.get(tie.owner)
     if model is None:
         return []
     names = {name for name, _ in model.global_parameters() if model.tie_of(name) == tie.index}
     found = [
-        (name, bucket.flat, window)
-        for bucket in buckets[tie.owner]
+        (name, OwnedPlace(bucket, window))
+        for bucket in stages[tie.owner].buckets
         for name, window in zip(bucket.flat.names, bucket.flat.windows, strict=True)
         if name in names
     ]
-    return [(flat, window) for _, flat, window in sorted(found, key=lambda place: place[0])]
+    return [place for _, place in sorted(found, key=lambda item: item[0])]
 
 
 def _equalise(optimizer: ShardedOptimizer) -> None:
@@ -175,14 +216,15 @@ def _equalise(optimizer: ShardedOptimizer) -> None:
             optimizer.broadcast_tied(tie)
 
 
-def _share_frozen(parts: RankParts) -> None:
+def _share_frozen(parts: RankParts, groups: ParamGroups) -> None:
     """Parameters that nobody trains: a group's ranks take those of its first."""
     for stage in parts.plan.stages_of_rank(parts.rank):
         ranks = parts.plan.group_of_stage(stage).ranks
         first_has_all = [float(rank == ranks[0]) for rank in ranks]
         for _, parameter in parts.models[stage].global_parameters():
-            if not parameter.requires_grad and len(ranks) > 1:
+            trained = parameter.requires_grad and groups.index_of(parameter) is not None
+            if not trained and len(ranks) > 1:
                 flat = parameter.detach().reshape(-1)
                 layout = shard_layout(flat.numel(), ranks, first_has_all)
-                parts.process_group(ranks).gather_shards(flat, layout)
+                gather_shards(parts.process_group(ranks), flat, layout)
                 parameter.data.copy_(flat.view_as(parameter))

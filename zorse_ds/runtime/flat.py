@@ -24,25 +24,25 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class FlatParameters:
-    """Trainable parameters of one dtype, laid one behind the other.
+    """Parameters of one dtype, laid one behind the other.
 
-    After construction every `parameter.data` is a view of `data`, and while a step runs every
+    While it is whole, every `parameter.data` is a view of `data`. While gradients are open, every
     gradient goes into `grad` (in `master_dtype`), however many micro-batches contribute.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter]) -> None:
         self.names = tuple(named.name for named in parameters)
         self.parameters = tuple(named.parameter for named in parameters)
+        self.shapes = tuple(parameter.shape for parameter in self.parameters)
         self.windows = consecutive([parameter.numel() for parameter in self.parameters])
-        first = self.parameters[0]
         self.data = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
         self.grad: Tensor | None = None
-        self._grad_dtype = master_dtype(first.dtype)
-        for parameter, window in zip(self.parameters, self.windows, strict=True):
-            parameter.data = self.data[window.as_slice()].view(parameter.shape)
-        if self._grad_dtype != first.dtype:
+        self.grad_dtype = master_dtype(self.dtype)
+        self._bind()
+        if self.grad_dtype != self.dtype:
             for i, parameter in enumerate(self.parameters):
-                parameter.register_post_accumulate_grad_hook(self._accumulator(i))
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._accumulator(i))
 
     @property
     def numel(self) -> int:
@@ -54,20 +54,41 @@ class FlatParameters:
         """The parameters' own dtype."""
         return self.data.dtype
 
-    def open_grads(self) -> None:
-        """Start a step: zeroed gradients, ready to be added to."""
+    def release(self) -> None:
+        """Free the memory of the values, also where autograd still refers to it.
+
+        Layers save views of their weights for backward, so the storage is what must shrink: views
+        find the values again after `restore`. Parameters hold nothing meanwhile, so that nobody
+        reads beyond the storage's end.
+        """
+        self.data.untyped_storage().resize_(0)
+        for parameter in self.parameters:
+            parameter.data = self.data.new_empty(0)
+
+    def restore(self) -> None:
+        """Make room for the values again; the caller fills `data`."""
+        self.data.untyped_storage().resize_(self.numel * self.data.element_size())
+        self._bind()
+
+    def zero_grads(self) -> Tensor:
+        """A zeroed gradient vector."""
         if self.grad is None:
-            self.grad = torch.zeros(self.numel, dtype=self._grad_dtype, device=self.data.device)
+            self.grad = torch.zeros(self.numel, dtype=self.grad_dtype, device=self.data.device)
         else:
             self.grad.zero_()
-        if self._grad_dtype == self.dtype:
+        return self.grad
+
+    def open_grads(self) -> None:
+        """Zeroed gradients that autograd adds to; the values must be whole."""
+        self.zero_grads()
+        if self.grad_dtype == self.dtype:
             for i, parameter in enumerate(self.parameters):
                 parameter.grad = self.grad_of(i)
 
     def grad_of(self, index: int) -> Tensor:
         """The accumulated gradient of one parameter, in its shape: a view."""
         assert self.grad is not None, "gradients are open only while a step runs"
-        return self.grad[self.windows[index].as_slice()].view(self.parameters[index].shape)
+        return self.grad[self.windows[index].as_slice()].view(self.shapes[index])
 
     def drop_grads(self) -> None:
         """Free the whole gradient vector."""
@@ -78,6 +99,12 @@ class FlatParameters:
     def window_of(self, name: str) -> Range:
         """Where a parameter lies in the flat vector."""
         return self.windows[self.names.index(name)]
+
+    def _bind(self) -> None:
+        for parameter, window, shape in zip(
+            self.parameters, self.windows, self.shapes, strict=True
+        ):
+            parameter.data = self.data[window.as_slice()].view(shape)
 
     def _accumulator(self, index: int):  # type: ignore[no-untyped-def]
         """Add a low-precision gradient to the float32 sum as soon as autograd made it."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zorse_ds.core.shards import ShardLayout
-from zorse_ds.runtime.process_groups import ReduceOp
+from zorse_ds.runtime.process_groups import Arrived, Gathering, ReduceOp
 from zorse_ds.runtime.transport import Receive
 from zorse_ds.runtime.values import Message
 
@@ -34,11 +34,12 @@ class LocalProcessGroup:
         )
         tensor.copy_(shown.sum(0) if op == "sum" else shown.amax(0))
 
-    def gather_shards(self, flat: Tensor, layout: ShardLayout) -> None:
-        """See `ProcessGroup.gather_shards`."""
+    def start_gather(self, flat: Tensor, layout: ShardLayout) -> Gathering:
+        """See `ProcessGroup.start_gather`; threads meet at once."""
         own = flat[layout.of(self.rank).as_slice()].clone()
         for shard, other in zip(layout.shards, self._board.show(self.rank, own), strict=True):
             flat[shard.as_slice()] = other
+        return Arrived()
 
     def reduce_shards(self, flat: Tensor, layout: ShardLayout) -> Tensor:
         """See `ProcessGroup.reduce_shards`."""

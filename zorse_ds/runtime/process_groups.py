@@ -33,11 +33,47 @@ class ProcessGroup(Protocol):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
         """Collective: replace `tensor` by the sum or maximum over the members."""
 
-    def gather_shards(self, flat: Tensor, layout: ShardLayout) -> None:
-        """Collective: fill `flat` (numel) so that every member has every member's shard."""
+    def start_gather(self, flat: Tensor, layout: ShardLayout) -> "Gathering":
+        """Collective: start to fill `flat` (numel) with every member's shard.
+
+        The own shard must be in its place; nothing may touch `flat` before `wait`.
+        """
 
     def reduce_shards(self, flat: Tensor, layout: ShardLayout) -> Tensor:
         """Collective: the own shard of the sum of all members' `flat` (numel)."""
+
+
+class Gathering(Protocol):
+    """Shards under way into a flat vector."""
+
+    def wait(self) -> None:
+        """Block until the vector is whole."""
+
+
+def gather_shards(group: ProcessGroup, flat: Tensor, layout: ShardLayout) -> None:
+    """Collective: fill `flat` (numel) so that every member has every member's shard."""
+    group.start_gather(flat, layout).wait()
+
+
+class Arrived:
+    """A `Gathering` with nothing left to wait for."""
+
+    def wait(self) -> None:
+        """See `Gathering.wait`."""
+
+
+class _Works:
+    """Collectives under way, and what they read until they end."""
+
+    def __init__(self, works: Sequence[dist.Work | None], source: Tensor | None = None) -> None:
+        self._works, self._source = works, source
+
+    def wait(self) -> None:
+        """See `Gathering.wait`."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._source = None
 
 
 class TorchProcessGroup:
@@ -55,25 +91,25 @@ class TorchProcessGroup:
             ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
             dist.all_reduce(tensor, op=ops[op], group=self.handle)
 
-    def gather_shards(self, flat: Tensor, layout: ShardLayout) -> None:
-        """See `ProcessGroup.gather_shards`.
+    def start_gather(self, flat: Tensor, layout: ShardLayout) -> Gathering:
+        """See `ProcessGroup.start_gather`.
 
         Equal shards on NCCL take the single-tensor call. Otherwise one broadcast a shard into its
         place, all under way at once: on gloo that moves the least bytes and was the quickest.
         """
         if len(self.ranks) == 1:
-            return
+            return Arrived()
         own = layout.of(self.rank)
         if self._backend == "nccl" and len(set(layout.sizes)) == 1:
-            dist.all_gather_into_tensor(flat, flat[own.as_slice()].clone(), group=self.handle)
-            return
+            source = flat[own.as_slice()].clone()
+            work = dist.all_gather_into_tensor(flat, source, group=self.handle, async_op=True)
+            return _Works([work], source)
         works = [
             dist.broadcast(flat[shard.as_slice()], src=owner, group=self.handle, async_op=True)
             for owner, shard in zip(layout.ranks, layout.shards, strict=True)
             if shard.size
         ]
-        for work in works:
-            work.wait()
+        return _Works(works)
 
     def reduce_shards(self, flat: Tensor, layout: ShardLayout) -> Tensor:
         """See `ProcessGroup.reduce_shards`.

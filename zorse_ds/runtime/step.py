@@ -83,7 +83,19 @@ class ForwardStep:
             kinds.ForwardPass: self.forward,
             kinds.SendActivation: self.send,
             kinds.RecvActivation: self.receive,
+            kinds.UnshardParams: self.unshard,
+            kinds.ReshardParams: self.reshard,
         }
+
+    def unshard(self, at: CollectiveInstruction) -> None:
+        """Collective over the stage's group: start to gather its parameters."""
+        if self.worker.optimizer is not None:
+            self.worker.optimizer.start_gather(at.index)
+
+    def reshard(self, at: kinds.ReshardParams) -> None:
+        """Drop a stage's full parameters."""
+        if self.worker.optimizer is not None:
+            self.worker.optimizer.drop(at.stage)
 
     def load(self, at: ComputeInstruction) -> None:
         """Read a micro-batch, unless its labels were read to count them."""
@@ -92,6 +104,8 @@ class ForwardStep:
 
     def forward(self, at: ComputeInstruction) -> None:
         """Join what arrived, run the layers, cut what leaves; at the last stage the loss."""
+        if self.worker.optimizer is not None:
+            self.worker.optimizer.finish_gather(at.stage)
         runner = self.worker.runners[at.stage]
         value = self._input(at)
         output = runner.forward(at.micro_batch, value)
@@ -201,7 +215,10 @@ class TrainingStep(ForwardStep):
         }
 
     def count_targets(self, at: CollectiveInstruction) -> None:
-        """Collective over the last stage's group, if the criterion can tell from labels alone."""
+        """Collective, if the criterion can tell from labels alone.
+
+        Over the last stage's group; over the world where stages step before the step's end.
+        """
         count = self.worker.criterion.count_targets
         if count is None:
             return
@@ -211,13 +228,15 @@ class TrainingStep(ForwardStep):
                 self.loaded[micro_batch.index] = self.batch.load(micro_batch.samples)
                 own += count(self.loaded[micro_batch.index][1])
         total = torch.tensor([float(own)], dtype=torch.float64, device=self.worker.device)
-        assert self.worker.group_of_last_stage is not None, "only ranks of the last stage count"
-        self.worker.group_of_last_stage.all_reduce(total)
+        interleaved = self.trace.interleaved
+        (self.worker.world if interleaved else self.worker.groups[at.index]).all_reduce(total)
         self.counted = int(total)
         self.divisor = max(1.0, float(total))
 
     def backward(self, at: ComputeInstruction) -> None:
         """Join arrived gradients, go back through the layers, cut what leaves."""
+        self.worker.trained.finish_gather(at.stage)
+        self.worker.trained.open_grads(at.stage)
         runner = self.worker.runners[at.stage]
         if at.stage == self.last_stage:
             runner.backward_from_loss(at.micro_batch, self.roots.pop(at.micro_batch))
@@ -273,13 +292,23 @@ class TrainingStep(ForwardStep):
 
     def optimizer_step(self, at: CollectiveInstruction) -> None:
         """Collective; see `ShardedOptimizer.step`. All ranks skip alike."""
-        if self.outcome.skipped is None:
+        if self.trace.interleaved:
+            self._step_at_once(at.index)
+        elif self.outcome.skipped is None:
             self.worker.trained.step(at.index, self.outcome.factor)
 
     def broadcast_tied(self, at: CollectiveInstruction) -> None:
         """Collective; see `ShardedOptimizer.broadcast_tied`."""
-        if self.outcome.skipped is None:
+        if self.outcome.skipped is None and self.counted != 0:
             self.worker.trained.broadcast_tied(at.index)
+
+    def _step_at_once(self, stage: int) -> None:
+        """Collective over the stage's group: update unless its own gradients forbid it."""
+        squares = torch.tensor([self.worker.trained.squares(stage)], dtype=torch.float64)
+        squares = squares.to(self.worker.device)
+        self.worker.groups[stage].all_reduce(squares)
+        if self.counted and bool(torch.isfinite(squares)):
+            self.worker.trained.step(stage, 1.0)
 
     def _loss_made(self, at: ComputeInstruction, loss_sum: Tensor, count: int) -> None:
         scale = self.rule.loss_scale / self.divisor

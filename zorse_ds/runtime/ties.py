@@ -5,96 +5,114 @@ So copies are bit-identical after every step, count once in the norm, and cost n
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zorse_ds.core.shards import ShardLayout, shard_layout
-from zorse_ds.ranges import Range
-from zorse_ds.runtime.flat import FlatParameters, master_dtype
-from zorse_ds.runtime.process_groups import ProcessGroup
+from zorse_ds.core.shards import ShardLayout
+from zorse_ds.ranges import Range, consecutive
+from zorse_ds.runtime.bucket import Bucket
+from zorse_ds.runtime.flat import FlatParameters
+from zorse_ds.runtime.process_groups import ProcessGroup, gather_shards
+from zorse_ds.runtime.sharded import ShardedFlat
 
 
-class OwnedTie:
-    """The owning stage's side on one of its ranks: windows of its flat vectors."""
+@dataclass(frozen=True, slots=True)
+class OwnedPlace:
+    """Where a tied parameter lies at its owner: a window of a bucket's flat vector."""
 
-    def __init__(self, places: Sequence[tuple[FlatParameters, Range]]) -> None:
-        self._places = tuple(places)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all tied parameters together."""
-        return sum(window.size for _, window in self._places)
+    bucket: Bucket
+    window: Range
 
     @property
+    def own(self) -> Range:
+        """The part of the window that this rank's shard holds."""
+        return self.bucket.own.intersect(self.window)
+
     def values(self) -> Tensor:
-        """The current values as one vector."""
-        return torch.cat([flat.data[window.as_slice()] for flat, window in self._places])
+        """The current values of that part."""
+        return self.bucket.own_values()[self.own.relative_to(self.bucket.own.start).as_slice()]
 
-    def no_grads(self) -> Tensor:
-        """Zeros in the dtype gradients accumulate in."""
-        first = self._places[0][0].data
-        return torch.zeros(self.numel, dtype=master_dtype(first.dtype), device=first.device)
+    def add_to_grads(self, grads: Tensor) -> None:
+        """Add gradients of that part to this rank's share of the sum."""
+        grad = self.bucket.flat.grad
+        assert grad is not None, "the owner's gradients are open until they are reduced"
+        grad[self.own.as_slice()] += grads
 
-    def add_to_grads(self, part: Range, grads: Tensor) -> None:
-        """Add gradients of the elements `part` of the tied vector."""
-        start = 0
-        for flat, window in self._places:
-            here = Range(start, start + window.size).intersect(part)
-            if here.size and flat.grad is not None:
-                target = here.relative_to(start - window.start).as_slice()
-                flat.grad[target] += grads[here.relative_to(part.start).as_slice()]
-            start += window.size
+
+@dataclass(frozen=True, slots=True)
+class TiedCopy:
+    """A stage's copy of tied parameters, laid one behind the other by name."""
+
+    flat: FlatParameters
+    sharded: ShardedFlat | None
+    """Set when the copy is whole only while its stage runs."""
+
+    def take(self, values: Tensor) -> None:
+        """Take over new values (numel)."""
+        if self.sharded is None:
+            self.flat.data.copy_(values)
+        else:
+            self.sharded.shard.copy_(values[self.sharded.window.as_slice()])
 
 
 class TiedParameters:
     """One tie as one rank sees it.
 
-    `owned` is set on ranks of the owning group, `copies` holds the copies of the rank's other
-    stages. All ranks of `process_group` call `reduce_grads` and `broadcast_values` together.
+    `places` is set on ranks of the owning group, by name; `copies` are those of the rank's other
+    stages. All ranks of `process_group` construct it and call its methods together.
     """
 
     def __init__(
         self,
         process_group: ProcessGroup,
-        owner_ranks: Sequence[int],
-        owned: OwnedTie | None,
-        copies: Sequence[FlatParameters],
+        places: Sequence[OwnedPlace],
+        copies: Sequence[TiedCopy],
+        device: torch.device,
     ) -> None:
         self._group = process_group
-        self._owned = owned
+        self._places = tuple(places)
         self._copies = tuple(copies)
-        numel = owned.numel if owned is not None else copies[0].numel
-        weights = [float(rank in owner_ranks) for rank in process_group.ranks]
-        self._layout: ShardLayout = shard_layout(numel, process_group.ranks, weights)
-
-    def open_grads(self) -> None:
-        """Zero the copies' gradients at the start of a step."""
-        for copy in self._copies:
-            copy.open_grads()
+        sizes = [place.window.size for place in places] or [w.size for w in copies[0].flat.windows]
+        self._windows = consecutive(sizes)
+        self._layouts = self._agreed_layouts(device)
+        some = places[0].bucket.flat if places else copies[0].flat
+        self._device, self._dtype, self._grad_dtype = device, some.dtype, some.grad_dtype
 
     def reduce_grads(self) -> None:
-        """Collective: every rank of the owner gets the sum of one part of the copies' gradients."""
+        """Collective: every rank of the owner gets the copies' gradients of its own part."""
         total = self._sum_of_own_copies()
-        part = self._group.reduce_shards(total, self._layout)
-        if self._owned is not None:
-            self._owned.add_to_grads(self._layout.of(self._group.rank), part)
+        for i, (window, layout) in enumerate(zip(self._windows, self._layouts, strict=True)):
+            part = self._group.reduce_shards(total[window.as_slice()], layout)
+            if self._places:
+                self._places[i].add_to_grads(part)
         for copy in self._copies:
-            copy.drop_grads()
+            copy.flat.drop_grads()
 
     def broadcast_values(self) -> None:
-        """Collective: every rank of the owner sends its part; copies take the whole."""
-        if self._owned is not None:
-            values = self._owned.values
-        else:
-            values = torch.empty_like(self._copies[0].data)
-        self._group.gather_shards(values, self._layout)
+        """Collective: every rank of the owner sends its own part; copies take the whole."""
+        values = torch.empty(self._windows[-1].stop, dtype=self._dtype, device=self._device)
+        for i, (window, layout) in enumerate(zip(self._windows, self._layouts, strict=True)):
+            target = values[window.as_slice()]
+            if self._places:
+                target[layout.of(self._group.rank).as_slice()] = self._places[i].values()
+            gather_shards(self._group, target, layout)
         for copy in self._copies:
-            copy.data.copy_(values)
+            copy.take(values)
+
+    def _agreed_layouts(self, device: torch.device) -> list[ShardLayout]:
+        """Collective: who holds which part of each parameter; only the owner's ranks can tell."""
+        ranks = self._group.ranks
+        sizes = torch.zeros(len(self._windows), len(ranks), dtype=torch.int64, device=device)
+        for i, place in enumerate(self._places):
+            sizes[i, ranks.index(self._group.rank)] = place.own.size
+        self._group.all_reduce(sizes)
+        return [ShardLayout(ranks, consecutive(row)) for row in sizes.tolist()]
 
     def _sum_of_own_copies(self) -> Tensor:
-        grads = [copy.grad for copy in self._copies if copy.grad is not None]
+        grads = [copy.flat.grad for copy in self._copies if copy.flat.grad is not None]
         if not grads:
-            assert self._owned is not None, "a rank of a tie owns it or holds a copy"
-            return self._owned.no_grads()
+            numel = self._windows[-1].stop
+            return torch.zeros(numel, dtype=self._grad_dtype, device=self._device)
         return grads[0] if len(grads) == 1 else torch.stack(grads).sum(0)

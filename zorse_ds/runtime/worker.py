@@ -37,8 +37,7 @@ class StepReport:
 class Worker:
     """Executes programs for one rank. Knows plan, layers and wires, nothing of DeepSpeed.
 
-    `runners` maps each own stage to its `StageRunner`; `group_of_last_stage` is set on ranks that
-    host the last stage.
+    `runners` maps each own stage to its `StageRunner`, `groups` to its process group.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Worker:
         criterion: Criterion,
         transport: Transport,
         optimizer: ShardedOptimizer | None,
-        group_of_last_stage: ProcessGroup | None,
+        groups: Mapping[int, ProcessGroup],
         world: ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -57,7 +56,7 @@ class Worker:
         self.criterion = criterion
         self.transport = transport
         self.optimizer = optimizer
-        self.group_of_last_stage = group_of_last_stage
+        self.groups = groups
         self.world = world
         self.device = device
         self.current: Instruction | None = None
@@ -71,7 +70,7 @@ class Worker:
 
     def train(self, trace: Trace, batch: Batch, rule: StepRule) -> StepReport:
         """Run one training step. Collective: every rank of the plan."""
-        self.trained.open_grads()
+        self.trained.begin()
         step = TrainingStep(self, trace, batch, rule)
         timeline = self._execute(trace, step)
         outcome = step.outcome

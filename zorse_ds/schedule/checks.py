@@ -3,8 +3,16 @@
 from collections import Counter
 
 from zorse_ds.errors import ScheduleError
-from zorse_ds.schedule.instructions import BackwardPass, ForwardPass, Instruction, describe
+from zorse_ds.schedule.instructions import (
+    BackwardPass,
+    ForwardPass,
+    Instruction,
+    ReshardParams,
+    UnshardParams,
+    describe,
+)
 from zorse_ds.schedule.needs import Needs
+from zorse_ds.schedule.residency import GATHERED_LEVEL
 from zorse_ds.schedule.rendezvous import check_rendezvous
 from zorse_ds.schedule.trace import Trace
 
@@ -15,13 +23,19 @@ def check_trace(trace: Trace) -> None:
     check_complete(trace, needs)
     check_order(trace, needs)
     check_limits(trace)
+    check_residency(trace)
     check_rendezvous(trace)
+
+
+_RESIDENCY = (UnshardParams, ReshardParams)
+MOST_RESIDENT = 2
+"""Stages whose full parameters a rank may hold at once: the current and the next."""
 
 
 def check_complete(trace: Trace, needs: Needs) -> None:
     """Every instruction that the plan asks for is there once, and no other."""
     trains = any(type(instruction) is BackwardPass for instruction in trace.instructions)
-    found = Counter(trace.instructions)
+    found = Counter(each for each in trace.instructions if not isinstance(each, _RESIDENCY))
     for wanted in needs.everything(trains):
         if found[wanted] != 1:
             raise ScheduleError(f"{_named(wanted)} stands {found[wanted]} times; expected once")
@@ -58,6 +72,37 @@ def check_limits(trace: Trace) -> None:
                 )
         elif isinstance(instruction, BackwardPass):
             held[instruction.rank, instruction.stage] -= 1
+
+
+def check_residency(trace: Trace) -> None:
+    """Sharded stages are whole when they run, at most two at a time, and dropped at the end."""
+    sharded = {
+        stage
+        for stage in range(len(trace.plan.stages))
+        if trace.plan.group_of_stage(stage).zero_level >= GATHERED_LEVEL
+    }
+    whole: dict[int, list[int]] = {rank: [] for rank in range(trace.plan.world_size)}
+    for instruction in trace.instructions:
+        own = whole[instruction.rank]
+        match instruction:
+            case UnshardParams(_, stage):
+                own.append(stage)
+                wrong = len(set(own)) < len(own) or len(own) > MOST_RESIDENT
+            case ReshardParams(_, stage):
+                wrong = stage not in own
+                own[:] = [each for each in own if each != stage]
+            case ForwardPass(_, stage, _) | BackwardPass(_, stage, _):
+                wrong = stage in sharded and stage not in own
+            case _:
+                wrong = False
+        if wrong:
+            raise ScheduleError(
+                f"{_named(instruction)} finds the parameters of stages {own} whole; expected its "
+                f"own stage among at most {MOST_RESIDENT}, each gathered once"
+            )
+    left = {rank: own for rank, own in whole.items() if own}
+    if left:
+        raise ScheduleError(f"full parameters are left at the end of the step: {left}; expected none")
 
 
 def _named(instruction: Instruction) -> str:

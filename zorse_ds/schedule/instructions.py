@@ -70,6 +70,13 @@ class RecvGrad(TransferInstruction):
 
 
 @dataclass(frozen=True, slots=True)
+class ReshardParams(Instruction):
+    """Drop the full parameters of a stage but for the own shard."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
 class CollectiveInstruction(Instruction):
     """Done by several ranks together; `index` says which stage or tie it is about."""
 
@@ -77,7 +84,13 @@ class CollectiveInstruction(Instruction):
 
 
 class CountTargets(CollectiveInstruction):
-    """Collective over the last stage's group: unmasked targets of the whole global batch."""
+    """Collective: unmasked targets of the whole global batch, told by the last stage's group."""
+
+    __slots__ = ()
+
+
+class UnshardParams(CollectiveInstruction):
+    """Collective: start to gather the full parameters of a stage; its next computation waits."""
 
     __slots__ = ()
 
@@ -121,6 +134,8 @@ KINDS: tuple[type[Instruction], ...] = (
     SendGrad,
     RecvGrad,
     CountTargets,
+    UnshardParams,
+    ReshardParams,
     ReduceTiedGrads,
     ReduceGrads,
     ReduceGradNorm,
@@ -142,6 +157,6 @@ def describe(instruction: Instruction) -> str:
                 f"stage {t.boundary + 1} rank {t.target_rank}",
             )
             return f"{name} of samples {t.samples} between {ends[0]} and {ends[1]}"
-        case CollectiveInstruction(_, index):
+        case CollectiveInstruction(_, index) | ReshardParams(_, index):
             return f"{name} {index}"
     return name

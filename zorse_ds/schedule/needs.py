@@ -29,6 +29,7 @@ class Needs:
         self.plan = trace.plan
         self.layout = trace.layout
         self.ties = trace.ties
+        self.interleaved = trace.interleaved
         self.last_stage = len(trace.plan.stages) - 1
         self.backwards: dict[tuple[int, int], list[Instruction]] = {}
         for stage, micro_batches in enumerate(self.layout.micro_batches):
@@ -69,8 +70,8 @@ class Needs:
                 yield from (ReduceTiedGrads(rank, t.index) for t in self.ties if t.owner == stage)
             case ReduceGradNorm(rank, _):
                 yield from (ReduceGrads(rank, stage) for stage in self.plan.stages_of_rank(rank))
-            case OptimizerStep(rank, _):
-                yield ReduceGradNorm(rank, 0)
+            case OptimizerStep(rank, stage):
+                yield ReduceGrads(rank, stage) if self.interleaved else ReduceGradNorm(rank, 0)
             case BroadcastTiedParams(rank, index):
                 owner = next(tie.owner for tie in self.ties if tie.index == index)
                 if rank in self.plan.group_of_stage(owner).ranks:
@@ -107,8 +108,9 @@ class Needs:
             yield RecvGrad(transfer.source_rank, transfer)
 
     def _update(self) -> Iterator[Instruction]:
-        for rank in self.plan.group_of_stage(self.last_stage).ranks:
-            yield CountTargets(rank, self.last_stage)
+        everybody = range(self.plan.world_size)
+        counting = everybody if self.interleaved else self.plan.group_of_stage(self.last_stage).ranks
+        yield from (CountTargets(rank, self.last_stage) for rank in counting)
         for stage in range(self.last_stage + 1):
             for rank in self.plan.group_of_stage(stage).ranks:
                 yield ReduceGrads(rank, stage)
@@ -117,5 +119,4 @@ class Needs:
             for rank in tie.ranks:
                 yield ReduceTiedGrads(rank, tie.index)
                 yield BroadcastTiedParams(rank, tie.index)
-        for rank in range(self.plan.world_size):
-            yield ReduceGradNorm(rank, 0)
+        yield from (ReduceGradNorm(rank, 0) for rank in everybody)

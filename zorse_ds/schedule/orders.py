@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zorse_ds.core.layout import Layout
+from zorse_ds.core.plan import Plan
 from zorse_ds.errors import ScheduleError
 from zorse_ds.schedule.inflight import InFlightLimits
-from zorse_ds.schedule.ticks import BACKWARD_COST, forward_ticks
+from zorse_ds.schedule.ticks import BACKWARD_COST, stage_ticks
+from zorse_ds.schedule.visits import Schedule, Visit, visits_of
 
 Phase = Literal["forward", "backward"]
-Schedule = Literal["1f1b", "gpipe", "forward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +28,47 @@ class Compute:
     micro_batch: int
     phase: Phase
     stop: int
+    visit: int
+    """Which of its group's visits it belongs to."""
 
 
 @dataclass(slots=True)
 class _Lane:
-    """One rank at one stage: what waits, what runs, what is in flight."""
+    """One rank at one stage: what waits and what is in flight."""
 
-    rank: int
-    stage: int
     limit: int
+    ticks: list[int]
     forwards: deque[int] = field(default_factory=deque)
     backwards: deque[int] = field(default_factory=deque)
-    ticks: dict[int, int] = field(default_factory=dict)
+    in_flight: int = 0
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank on its way through the visits of its group."""
+
+    rank: int
+    visits: tuple[Visit, ...]
+    peers: tuple[int, ...]
+    """Ranks of the group that run micro-batches, this one too."""
+    lanes: dict[int, _Lane]
+    visit: int = 0
+    started: int = -1
+    """The latest visit in which it has run something."""
     free_at: int = 0
 
 
 class _Clock:
     """The state of the integer-clock run."""
 
-    def __init__(self, layout: Layout, limits: InFlightLimits, schedule: Schedule) -> None:
+    def __init__(
+        self, plan: Plan, layout: Layout, limits: InFlightLimits, schedule: Schedule
+    ) -> None:
         self.layout = layout
-        self.schedule = schedule
         self.order: list[Compute] = []
         self.waits_forward, self.waits_backward = _open_needs(layout)
-        self.lanes = _lanes(layout, limits)
-        self.wakes = [(0, rank, stage) for rank, stage in sorted(self.lanes)]
+        self.ranks = _ranks(plan, layout, limits, schedule)
+        self.wakes = [(0, rank) for rank in sorted(self.ranks)]
         self.finished: list[tuple[int, int, Compute]] = []
 
     def run(self) -> list[Compute]:
@@ -61,59 +78,87 @@ class _Clock:
             while self.finished and self.finished[0][0] == now:
                 self._finish(heapq.heappop(self.finished)[2])
             while self.wakes and self.wakes[0][0] == now:
-                _, rank, stage = heapq.heappop(self.wakes)
-                self._start_next(now, self.lanes[rank, stage])
+                self._start_next(now, self.ranks[heapq.heappop(self.wakes)[1]])
         return self.order
 
-    def _start_next(self, now: int, lane: _Lane) -> None:
-        if lane.free_at > now:
+    def _start_next(self, now: int, own: _Rank) -> None:
+        if own.free_at > now:
             return
-        choice = self._choose(lane)
+        self._leave_finished_visits(own)
+        if own.visit == len(own.visits) or not self._peers_follow(own):
+            return
+        visit = own.visits[own.visit]
+        lane = own.lanes[visit.stage]
+        choice = self._choose(visit, lane)
         if choice is None:
             return
         phase, micro_batch = choice
         ticks = lane.ticks[micro_batch] * (BACKWARD_COST if phase == "backward" else 1)
-        lane.free_at = now + ticks
-        compute = Compute(now, lane.rank, lane.stage, micro_batch, phase, lane.free_at)
-        heapq.heappush(self.finished, (lane.free_at, len(self.order), compute))
+        own.free_at = now + ticks
+        compute = Compute(
+            now, own.rank, visit.stage, micro_batch, phase, own.free_at, own.visit
+        )
+        heapq.heappush(self.finished, (own.free_at, len(self.order), compute))
         self.order.append(compute)
+        if own.started < own.visit:
+            own.started = own.visit
+            self._wake(now, own.peers)
 
-    def _choose(self, lane: _Lane) -> tuple[Phase, int] | None:
-        """Backward before forward, the oldest first; GPipe first runs all its forwards."""
-        may_go_back = self.schedule == "1f1b" or not lane.forwards
-        if may_go_back and lane.backwards:
+    def _leave_finished_visits(self, own: _Rank) -> None:
+        while own.visit < len(own.visits):
+            visit = own.visits[own.visit]
+            lane = own.lanes[visit.stage]
+            if (visit.forward and lane.forwards) or (visit.backward and lane.backwards):
+                return
+            own.visit += 1
+
+    def _peers_follow(self, own: _Rank) -> bool:
+        """No rank enters a visit before all of its group have entered the one before.
+
+        So a group never has more than two stages in hand, and gathers them together.
+        """
+        return all(self.ranks[peer].started >= own.visit - 1 for peer in own.peers)
+
+    def _choose(self, visit: Visit, lane: _Lane) -> tuple[Phase, int] | None:
+        """Backward before forward, the oldest first."""
+        if visit.backward and lane.backwards:
             oldest = lane.backwards[0]
-            if not self.waits_backward[lane.stage][oldest]:
+            if not self.waits_backward[visit.stage][oldest]:
+                lane.in_flight -= 1
                 return "backward", lane.backwards.popleft()
-        has_room = self.schedule != "1f1b" or len(lane.backwards) < lane.limit
-        if lane.forwards and has_room and not self.waits_forward[lane.stage][lane.forwards[0]]:
-            micro_batch = lane.forwards.popleft()
-            if self.schedule != "forward":
-                lane.backwards.append(micro_batch)
-            return "forward", micro_batch
+        if visit.forward and lane.forwards and lane.in_flight < lane.limit:
+            if not self.waits_forward[visit.stage][lane.forwards[0]]:
+                lane.in_flight += 1
+                return "forward", lane.forwards.popleft()
         return None
 
     def _finish(self, done: Compute) -> None:
-        heapq.heappush(self.wakes, (done.stop, done.rank, done.stage))
+        self._wake(done.stop, (done.rank,))
         here = (done.stage, done.micro_batch)
         if done.phase == "forward":
             self.waits_backward[done.stage][done.micro_batch] -= 1
             for transfer in self.layout.outgoing.get(here, ()):
                 self.waits_forward[done.stage + 1][transfer.target] -= 1
-                heapq.heappush(self.wakes, (done.stop, transfer.target_rank, done.stage + 1))
+                self._wake(done.stop, (transfer.target_rank,))
         else:
             for transfer in self.layout.incoming.get(here, ()):
                 self.waits_backward[done.stage - 1][transfer.source] -= 1
-                heapq.heappush(self.wakes, (done.stop, transfer.source_rank, done.stage - 1))
+                self._wake(done.stop, (transfer.source_rank,))
+
+    def _wake(self, now: int, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            heapq.heappush(self.wakes, (now, rank))
 
 
-def compute_order(layout: Layout, limits: InFlightLimits, schedule: Schedule) -> list[Compute]:
+def compute_order(
+    plan: Plan, layout: Layout, limits: InFlightLimits, schedule: Schedule
+) -> list[Compute]:
     """All computations of a step by start time, producers before consumers.
 
     `"forward"` runs no backward (evaluation). Raises `ScheduleError` when the limits let the
     pipeline stall. O(n log n) in the number of micro-batches and transfers.
     """
-    order = _Clock(layout, limits, schedule).run()
+    order = _Clock(plan, layout, limits, schedule).run()
     ways = 1 if schedule == "forward" else 2
     expected = ways * sum(len(micro_batches) for micro_batches in layout.micro_batches)
     if len(order) != expected:
@@ -124,15 +169,26 @@ def compute_order(layout: Layout, limits: InFlightLimits, schedule: Schedule) ->
     return order
 
 
-def _lanes(layout: Layout, limits: InFlightLimits) -> dict[tuple[int, int], _Lane]:
-    lanes: dict[tuple[int, int], _Lane] = {}
+def _ranks(
+    plan: Plan, layout: Layout, limits: InFlightLimits, schedule: Schedule
+) -> dict[int, _Rank]:
+    ranks: dict[int, _Rank] = {}
+    for group in plan.groups:
+        visits = visits_of(plan, group.name, schedule)
+        peers = tuple(gpu.rank for gpu in group.gpus if gpu.micro_batches)
+        for rank in peers:
+            ranks[rank] = _Rank(rank, visits, peers, {})
     for stage, micro_batches in enumerate(layout.micro_batches):
-        for micro_batch, ticks in zip(micro_batches, forward_ticks(micro_batches), strict=True):
-            key = (micro_batch.rank, stage)
-            lane = lanes.setdefault(key, _Lane(*key, limits[key]))
-            lane.forwards.append(micro_batch.index)
-            lane.ticks[micro_batch.index] = ticks
-    return lanes
+        ticks = stage_ticks(plan, stage, micro_batches)
+        for micro_batch in micro_batches:
+            rank = micro_batch.rank
+            lanes = ranks[rank].lanes
+            if stage not in lanes:
+                lanes[stage] = _Lane(limits[rank, stage], ticks)
+            lanes[stage].forwards.append(micro_batch.index)
+            if schedule != "forward":
+                lanes[stage].backwards.append(micro_batch.index)
+    return ranks
 
 
 def _open_needs(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:

@@ -25,10 +25,17 @@ from zorse_ds.schedule.orders import Compute
 from zorse_ds.schedule.trace import Tie
 
 
-def add_target_count(trace: Iterable[Instruction], plan: Plan) -> Iterator[Instruction]:
-    """Know the divisor of the loss before the first backward."""
+def add_target_count(
+    trace: Iterable[Instruction], plan: Plan, interleaved: bool
+) -> Iterator[Instruction]:
+    """Know the divisor of the loss before the first backward.
+
+    The last stage's group needs it. Where stages step before the step's end, everybody does: a step
+    without targets must change nothing.
+    """
     last = len(plan.stages) - 1
-    yield from (CountTargets(rank, last) for rank in plan.group_of_stage(last).ranks)
+    ranks = range(plan.world_size) if interleaved else plan.group_of_stage(last).ranks
+    yield from (CountTargets(rank, last) for rank in ranks)
     yield from trace
 
 
@@ -87,17 +94,35 @@ def _close_ties(
                 yield from (ReduceTiedGrads(rank, tie.index) for rank in tie.ranks)
 
 
-def add_optimizer_steps(
+def add_delayed_steps(
     trace: Iterable[Instruction], plan: Plan, ties: Sequence[Tie]
 ) -> Iterator[Instruction]:
     """Agree on norm and validity over the world, step every stage, refresh the tied copies."""
     yield from trace
     yield from (ReduceGradNorm(rank, 0) for rank in range(plan.world_size))
     for stage in range(len(plan.stages)):
-        yield from _on_group(OptimizerStep, plan, stage)
-        for tie in ties:
-            if tie.owner == stage:
-                yield from (BroadcastTiedParams(rank, tie.index) for rank in tie.ranks)
+        yield from _step(plan, stage, ties)
+
+
+def add_interleaved_steps(
+    trace: Iterable[Instruction], plan: Plan, ties: Sequence[Tie]
+) -> Iterator[Instruction]:
+    """Step each stage as soon as its gradients are reduced (Zorse §3), and agree at the end."""
+    left = {i: len(plan.group_of_stage(i).ranks) for i in range(len(plan.stages))}
+    for instruction in trace:
+        yield instruction
+        if isinstance(instruction, ReduceGrads):
+            left[instruction.index] -= 1
+            if not left[instruction.index]:
+                yield from _step(plan, instruction.index, ties)
+    yield from (ReduceGradNorm(rank, 0) for rank in range(plan.world_size))
+
+
+def _step(plan: Plan, stage: int, ties: Sequence[Tie]) -> Iterator[Instruction]:
+    yield from _on_group(OptimizerStep, plan, stage)
+    for tie in ties:
+        if tie.owner == stage:
+            yield from (BroadcastTiedParams(rank, tie.index) for rank in tie.ranks)
 
 
 def _on_group(

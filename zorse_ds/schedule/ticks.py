@@ -1,12 +1,13 @@
 """The integer clock: time in whole ticks that follow from the plan alone.
 
-Every rank needs equal time for its share of the batch, as a good plan intends. Nothing measured
+Every rank needs equal time for its share of the batch in all its stages, as a good plan intends. Nothing measured
 enters, so every rank finds the same times.
 """
 
 from collections.abc import Sequence
 
 from zorse_ds.core.layout import MicroBatch
+from zorse_ds.core.plan import Plan
 
 SHARE_TICKS = 1 << 20
 """Ticks in which a rank runs its whole share of the batch forward through one stage."""
@@ -21,6 +22,14 @@ def forward_ticks(micro_batches: Sequence[MicroBatch]) -> list[int]:
         size = micro_batch.samples.size
         shares[micro_batch.rank] = shares.get(micro_batch.rank, 0) + size
     return [SHARE_TICKS * each.samples.size // shares[each.rank] for each in micro_batches]
+
+
+def stage_ticks(plan: Plan, stage: int, micro_batches: Sequence[MicroBatch]) -> list[int]:
+    """Forward ticks of each micro-batch at one of its group's stages, by the stage's layers."""
+    name = plan.stages[stage].group
+    layers = sum(each.layers.size for each in plan.stages if each.group == name)
+    own = plan.stages[stage].layers.size
+    return [max(1, ticks * own // layers) for ticks in forward_ticks(micro_batches)]
 
 
 def forward_ends(micro_batches: Sequence[MicroBatch]) -> list[int]:

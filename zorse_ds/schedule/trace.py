@@ -15,6 +15,7 @@ from zorse_ds.schedule.instructions import (
     CollectiveInstruction,
     ComputeInstruction,
     Instruction,
+    ReshardParams,
     TransferInstruction,
 )
 from zorse_ds.schedule.orders import Compute
@@ -50,6 +51,8 @@ class Trace:
     ties: tuple[Tie, ...]
     order: tuple[Compute, ...]
     instructions: tuple[Instruction, ...]
+    interleaved: bool = False
+    """Each stage steps as soon as its gradients are reduced, without a look at the others."""
 
     @cached_property
     def programs(self) -> dict[int, Program]:
@@ -77,7 +80,7 @@ def _packed(instruction: Instruction) -> bytes:
             return struct.pack("<4i", kind, rank, stage, micro_batch)
         case TransferInstruction(rank, transfer):
             return struct.pack("<3i", kind, rank, transfer.index)
-        case CollectiveInstruction(rank, index):
+        case CollectiveInstruction(rank, index) | ReshardParams(rank, index):
             return struct.pack("<3i", kind, rank, index)
     raise AssertionError(f"unknown instruction {instruction}")
 

@@ -139,7 +139,6 @@ class ZorseEngine(PipelineEngine):
         """Clipping is part of the step, by the norm over all ranks."""
 
     def _make_worker(self) -> Worker:
-        last = len(self.plan.stages) - 1
         models = self.module.stage_models
         return Worker(
             self.global_rank,
@@ -147,9 +146,10 @@ class ZorseEngine(PipelineEngine):
             Criterion(self.module.loss_fn),
             self._world.transport,
             self.optimizer.sharded if self.optimizer is not None else None,
-            self._world.process_group(self.plan.group_of_stage(last).ranks)
-            if last in models
-            else None,
+            {
+                stage: self._world.process_group(self.plan.group_of_stage(stage).ranks)
+                for stage in models
+            },
             self._world.world,
             self.device,
         )

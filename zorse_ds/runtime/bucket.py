@@ -1,0 +1,108 @@
+"""One flat lot of trainable parameters with this rank's master shard of it."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zorse_ds.core.plan import GpuGroup
+from zorse_ds.core.shards import ShardLayout, cut_into_shards
+from zorse_ds.ranges import Range
+from zorse_ds.runtime.flat import FlatParameters
+from zorse_ds.runtime.process_groups import ProcessGroup, gather_shards
+from zorse_ds.runtime.sharded import ShardedFlat
+
+
+class Bucket:
+    """Parameters of one stage, one param group and one dtype.
+
+    `master` is what the optimizer steps: at `zero_level` 0 the whole vector, else the own shard;
+    a view of the parameters where no conversion is needed. From level 2 gradients are kept as
+    shards alone, at level 3 parameters too (`sharded` is set).
+    """
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        group: GpuGroup,
+        process_group: ProcessGroup,
+        originals: Mapping[str, Tensor],
+    ) -> None:
+        self.flat = flat
+        self.layout: ShardLayout = cut_into_shards(flat.numel, group)
+        self.zero_level = group.zero_level
+        self._group = process_group
+        self.own = self.layout.of(process_group.rank)
+        self.window = self.own if self.zero_level else Range(0, flat.numel)
+        self.counted = self.own if not self.zero_level else Range(0, self.own.size)
+        """The part of the master that this rank counts in the gradient norm."""
+        converted = self._converted_master(originals)
+        self.sharded: ShardedFlat | None = None
+        if self.zero_level == 3:
+            self.sharded = ShardedFlat(flat, self.layout, process_group)
+        self.master = Parameter(self._own_memory() if converted is None else converted)
+
+    def own_values(self) -> Tensor:
+        """The current parameters of the own shard."""
+        if self.sharded is not None:
+            return self.sharded.shard
+        return self.flat.data[self.own.as_slice()]
+
+    def reduce(self) -> None:
+        """Collective over the group: sum gradients; the master's part becomes its gradient."""
+        grad = self.flat.grad
+        assert grad is not None, "gradients are open from the first backward on"
+        shard = self._group.reduce_shards(grad, self.layout)
+        if self.zero_level >= 2:
+            self.master.grad = shard
+            self.flat.drop_grads()
+            return
+        if shard is not grad:
+            grad[self.own.as_slice()] = shard
+        if self.zero_level == 0:
+            gather_shards(self._group, grad, self.layout)
+        self.master.grad = grad[self.window.as_slice()]
+
+    def sum_of_squares(self) -> float:
+        """Of the gradients this rank answers for: over all ranks each element counts once."""
+        if self.master.grad is None or not self.counted.size:
+            return 0.0
+        part = self.master.grad[self.counted.as_slice()]
+        return float(torch.linalg.vector_norm(part).double().square())
+
+    def publish(self) -> None:
+        """Collective over the group below level 3: stepped masters go into the parameters."""
+        own = self._own_memory()
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master.detach())
+        if self.zero_level in (1, 2):
+            gather_shards(self._group, self.flat.data, self.layout)
+
+    def share_initial(self) -> None:
+        """Collective over the group: every rank takes each shard from its owner.
+
+        A master that is a copy and spans the whole vector needs the same.
+        """
+        if self.sharded is not None:
+            return
+        gather_shards(self._group, self.flat.data, self.layout)
+        if self.zero_level == 0 and self.master.dtype != self.flat.dtype:
+            gather_shards(self._group, self.master.data, self.layout)
+
+    def _own_memory(self) -> Tensor:
+        """The parameters that the master stands for."""
+        return self.flat.data[self.window.as_slice()] if self.sharded is None else self.sharded.shard
+
+    def _converted_master(self, originals: Mapping[str, Tensor]) -> Tensor | None:
+        """A copy with all the bits there were, or None where parameters need no conversion."""
+        wanted = self.flat.grad_dtype
+        if wanted == self.flat.dtype:
+            return None
+        master = self.flat.data[self.window.as_slice()].to(wanted)
+        for name, window in zip(self.flat.names, self.flat.windows, strict=True):
+            common = window.intersect(self.window)
+            if name in originals and common.size:
+                source = originals[name].reshape(-1)[common.relative_to(window.start).as_slice()]
+                master[common.relative_to(self.window.start).as_slice()] = source
+        return master
