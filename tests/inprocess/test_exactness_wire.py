@@ -251,6 +251,11 @@ def test_one_row_for_all_is_repeated_where_it_must_be() -> None:
     assert alike.leaves[0] is short and alike.per_sample == [False]
 
 
+def test_one_piece_that_needs_a_gradient_is_enough() -> None:
+    messages = [Message("*", [torch.ones(2)], [True], [needs]) for needs in (False, True, False)]
+    assert merge(messages, [2, 2, 2]).needs_grad == [True]
+
+
 @pytest.mark.parametrize(("first", "second"), [(1, True), (1, 1.0), (1, "1"), (None, 0), (2, 3)])
 def test_constants_that_differ_are_refused(first: Any, second: Any) -> None:
     messages = [Message("*", [leaf], [False], [False]) for leaf in (first, second)]

@@ -166,7 +166,7 @@ def sent_while_asleep(rank: int) -> tuple[float, float]:
 def test_a_message_travels_while_the_receiver_is_busy() -> None:
     (left, _), (woke, waited_s) = run_ranks(2, sent_while_asleep, timeout_s=30)
     assert left < woke
-    assert waited_s < 0.2 * SLEEP_S
+    assert waited_s < 0.5 * SLEEP_S
 
 
 def ahead_is_bounded(rank: int) -> int:

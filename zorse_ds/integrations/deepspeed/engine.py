@@ -14,7 +14,6 @@ from deepspeed.utils import RepeatingLoader, logger
 from torch import Tensor
 
 from zorse_ds.core.order import SampleOrder
-from zorse_ds.core.plan import Plan
 from zorse_ds.errors import ConfigError, DataError, ModelError
 from zorse_ds.integrations.deepspeed.agreement import (
     agree_on_batch,
@@ -34,13 +33,13 @@ from zorse_ds.integrations.deepspeed.data import (
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule
 from zorse_ds.integrations.deepspeed.optimizer import ZorseOptimizer, rebound
 from zorse_ds.integrations.deepspeed.param_groups import param_groups_of
+from zorse_ds.integrations.deepspeed.traces import Traces
 from zorse_ds.runtime.assembly import RankParts, build_optimizer
 from zorse_ds.runtime.dist_world import DistWorld
 from zorse_ds.runtime.losses import Criterion
 from zorse_ds.runtime.stage import StageRunner
 from zorse_ds.runtime.step import StepRule
 from zorse_ds.runtime.worker import StepReport, Worker
-from zorse_ds.schedule.compile import compile_forward, compile_trace
 from zorse_ds.schedule.trace import Trace
 
 
@@ -65,7 +64,7 @@ class ZorseEngine(PipelineEngine):
         self.__dict__["plan"] = model.plan
         self.__dict__["settings"] = settings = check_config(config, model.plan)
         self.__dict__["_originals"] = {}
-        self.__dict__["_traces"] = _Traces(model.plan, model.source.tied_layers)
+        self.__dict__["_traces"] = Traces(model.plan, model.source.tied_layers)
         agree_on_trace(self._traces.training(model.plan.global_batch_size).digest)
         device = next(model.parameters(), torch.empty(0)).device
         staged = settings.transport == "staged"
@@ -319,28 +318,6 @@ class ZorseEngine(PipelineEngine):
         """End the transport's threads and DeepSpeed's own resources."""
         self._world.close()
         super().destroy()
-
-
-class _Traces:
-    """Compiled traces by batch size: short batches and evaluation use the plan cut anew."""
-
-    def __init__(self, plan: Plan, tied_layers: Any) -> None:
-        self._plan, self._tied_layers = plan, tied_layers
-        self._training: dict[int, Trace] = {}
-        self._evaluation: dict[int, Trace] = {}
-
-    def training(self, batch_size: int) -> Trace:
-        """The training step for a batch of this size."""
-        if batch_size not in self._training:
-            plan = self._plan.resized(batch_size)
-            self._training[batch_size] = compile_trace(plan, self._tied_layers)
-        return self._training[batch_size]
-
-    def evaluation(self, batch_size: int) -> Trace:
-        """The forward-only run for a batch of this size."""
-        if batch_size not in self._evaluation:
-            self._evaluation[batch_size] = compile_forward(self._plan.resized(batch_size))
-        return self._evaluation[batch_size]
 
 
 ZorsePipelineModule.engine_class = ZorseEngine

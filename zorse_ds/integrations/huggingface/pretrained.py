@@ -6,16 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import PlanError
 from zorse_ds.integrations.deepspeed.config import check_config, load_config, plan_from_config
-from zorse_ds.integrations.deepspeed.module import (
-    ZorsePipelineModule,
-    check_plan,
-    init_distributed,
-)
+from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, init_distributed
 from zorse_ds.integrations.huggingface.collate import collate_causal_lm
 from zorse_ds.integrations.huggingface.loss import CausalLMLoss
 from zorse_ds.integrations.huggingface.saving import (
@@ -58,7 +53,6 @@ def from_pretrained(
     stages = CausalLMStages.from_folder(
         folder, dtype=dtype, attn_implementation=attn_implementation
     )
-    check_plan(plan, len(stages.layer_names), dist.get_world_size())
     return ZorsePipelineModule(
         plan=plan,
         loss_fn=CausalLMLoss(),

@@ -1,0 +1,29 @@
+"""The traces of a plan for batches of any size."""
+
+from typing import Any
+
+from zorse_ds.core.plan import Plan
+from zorse_ds.schedule.compile import compile_forward, compile_trace
+from zorse_ds.schedule.trace import Trace
+
+
+class Traces:
+    """Compiled traces by batch size: short batches and evaluation use the plan cut anew."""
+
+    def __init__(self, plan: Plan, tied_layers: Any) -> None:
+        self._plan, self._tied_layers = plan, tied_layers
+        self._training: dict[int, Trace] = {}
+        self._evaluation: dict[int, Trace] = {}
+
+    def training(self, batch_size: int) -> Trace:
+        """The training step for a batch of this size."""
+        if batch_size not in self._training:
+            plan = self._plan.resized(batch_size)
+            self._training[batch_size] = compile_trace(plan, self._tied_layers)
+        return self._training[batch_size]
+
+    def evaluation(self, batch_size: int) -> Trace:
+        """The forward-only run for a batch of this size."""
+        if batch_size not in self._evaluation:
+            self._evaluation[batch_size] = compile_forward(self._plan.resized(batch_size))
+        return self._evaluation[batch_size]
