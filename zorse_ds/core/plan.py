@@ -5,6 +5,7 @@ with one sentence per problem, all problems of a file together.
 """
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,8 @@ from zorse_ds.files import read_json, write_text
 from zorse_ds.ranges import Range, apportion, consecutive
 
 Recompute = Literal["none", "full"]
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 _MOST = 2**31 - 1
 """Ranks, samples and layers are numbered in 32 bits."""
@@ -70,8 +73,11 @@ class GpuGroup(StrictModel):
     gpus: Annotated[tuple[GpuShare, ...], BeforeValidator(_as_tuple)]
     zero_level: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)] = 0
     recompute: Recompute = "none"
+    recompute_every: int = Field(default=1, ge=1, le=_MOST)
+    """With recompute: layers between two kept activations."""
     offload: Literal["none", "params", "params+activations"] = "none"
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: Dtype | None = None
+    """What the group computes in; default: what the DeepSpeed config says."""
     transport: Literal["auto", "direct", "staged"] = "auto"
 
     @property
@@ -86,7 +92,8 @@ class Stage(StrictModel):
     group: str
     layers: LayerRange
     recompute: Recompute | None = None
-    """Overrides the group's value when given."""
+    recompute_every: Annotated[int, Field(ge=1, le=_MOST)] | None = None
+    """Both override the group's value when given."""
 
 
 class Plan(StrictModel):
@@ -169,6 +176,20 @@ class Plan(StrictModel):
     def recompute_of(self, stage: int) -> Recompute:
         """The stage's own setting, or else its group's."""
         return self.stages[stage].recompute or self.group_of_stage(stage).recompute
+
+    def recompute_interval(self, stage: int) -> int:
+        """Layers between two kept activations of a stage; 0 when all are kept."""
+        every = self.stages[stage].recompute_every or self.group_of_stage(stage).recompute_every
+        return every if self.recompute_of(stage) == "full" else 0
+
+    def boundary_dtypes(self, default: Dtype) -> dict[int, tuple[Dtype, Dtype]]:
+        """Boundaries between groups of unlike dtype → what leaves above, what enters below.
+
+        The sender converts: activations to what the next stage computes in, gradients back.
+        """
+        dtypes = [self.group_of_stage(i).dtype or default for i in range(len(self.stages))]
+        pairs = enumerate(pairwise(dtypes))
+        return {boundary: pair for boundary, pair in pairs if pair[0] != pair[1]}
 
     def resized(self, batch_size: int) -> "Plan":
         """The same plan for a global batch of another size (a short last batch, evaluation).

@@ -43,12 +43,6 @@ class Bucket:
             self.sharded = ShardedFlat(flat, self.layout, process_group)
         self.master = Parameter(self._own_memory() if converted is None else converted)
 
-    def own_values(self) -> Tensor:
-        """The current parameters of the own shard."""
-        if self.sharded is not None:
-            return self.sharded.shard
-        return self.flat.data[self.own.as_slice()]
-
     def reduce(self) -> None:
         """Collective over the group: sum gradients; the master's part becomes its gradient."""
         grad = self.flat.grad
@@ -92,7 +86,9 @@ class Bucket:
 
     def _own_memory(self) -> Tensor:
         """The parameters that the master stands for."""
-        return self.flat.data[self.window.as_slice()] if self.sharded is None else self.sharded.shard
+        return (
+            self.flat.data[self.window.as_slice()] if self.sharded is None else self.sharded.shard
+        )
 
     def _converted_master(self, originals: Mapping[str, Tensor]) -> Tensor | None:
         """A copy with all the bits there were, or None where parameters need no conversion."""

@@ -14,7 +14,7 @@ from zorse_ds.errors import ModelError
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.losses import LossSum
 from zorse_ds.runtime.transport import is_forward, tag_of
-from zorse_ds.runtime.values import Message, extent_of, trim
+from zorse_ds.runtime.values import Message, converted, extent_of, trim
 from zorse_ds.schedule import instructions as kinds
 from zorse_ds.schedule.instructions import (
     CollectiveInstruction,
@@ -116,6 +116,8 @@ class ForwardStep:
             for transfer in self._outgoing(at):
                 window = transfer.samples.relative_to(start)
                 message = runner.outgoing(at.micro_batch, window)
+                if at.stage in self.worker.boundary_dtypes:
+                    message = converted(message, *self.worker.boundary_dtypes[at.stage])
                 self.outbox[tag_of(transfer, forward=True)] = message
         self._after_forward(at)
 
@@ -249,6 +251,9 @@ class TrainingStep(ForwardStep):
             runner.backward(at.micro_batch, grads)
         for transfer in self.trace.layout.incoming.get((at.stage, at.micro_batch), []):
             message = runner.outgoing_grad(at.micro_batch, transfer.index)
+            if transfer.boundary in self.worker.boundary_dtypes:
+                above, below = self.worker.boundary_dtypes[transfer.boundary]
+                message = converted(message, below, above)
             self.outbox[tag_of(transfer, forward=False)] = message
         runner.release(at.micro_batch)
 

@@ -18,6 +18,9 @@ from zorse_ds.runtime.process_groups import ProcessGroup, gather_shards
 from zorse_ds.runtime.sharded import ShardedFlat
 
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 @dataclass(frozen=True, slots=True)
 class OwnedPlace:
     """Where a tied parameter lies at its owner: a window of a bucket's flat vector."""
@@ -31,8 +34,9 @@ class OwnedPlace:
         return self.bucket.own.intersect(self.window)
 
     def values(self) -> Tensor:
-        """The current values of that part."""
-        return self.bucket.own_values()[self.own.relative_to(self.bucket.own.start).as_slice()]
+        """The current values of that part, in the precision of the master."""
+        master = self.bucket.master.detach()
+        return master[self.own.relative_to(self.bucket.window.start).as_slice()]
 
     def add_to_grads(self, grads: Tensor) -> None:
         """Add gradients of that part to this rank's share of the sum."""
@@ -76,9 +80,10 @@ class TiedParameters:
         self._copies = tuple(copies)
         sizes = [place.window.size for place in places] or [w.size for w in copies[0].flat.windows]
         self._windows = consecutive(sizes)
-        self._layouts = self._agreed_layouts(device)
         some = places[0].bucket.flat if places else copies[0].flat
-        self._device, self._dtype, self._grad_dtype = device, some.dtype, some.grad_dtype
+        self._device, self._grad_dtype = device, some.grad_dtype
+        self._layouts = self._agreed_layouts()
+        self._dtype = self._agreed_dtype(some.dtype)
 
     def reduce_grads(self) -> None:
         """Collective: every rank of the owner gets the copies' gradients of its own part."""
@@ -101,14 +106,21 @@ class TiedParameters:
         for copy in self._copies:
             copy.take(values)
 
-    def _agreed_layouts(self, device: torch.device) -> list[ShardLayout]:
+    def _agreed_layouts(self) -> list[ShardLayout]:
         """Collective: who holds which part of each parameter; only the owner's ranks can tell."""
         ranks = self._group.ranks
-        sizes = torch.zeros(len(self._windows), len(ranks), dtype=torch.int64, device=device)
+        sizes = torch.zeros(len(self._windows), len(ranks), dtype=torch.int64, device=self._device)
         for i, place in enumerate(self._places):
             sizes[i, ranks.index(self._group.rank)] = place.own.size
         self._group.all_reduce(sizes)
         return [ShardLayout(ranks, consecutive(row)) for row in sizes.tolist()]
+
+    def _agreed_dtype(self, own: torch.dtype) -> torch.dtype:
+        """Collective: what values travel in: the ranks' dtype, or the master's if they differ."""
+        number = _DTYPES.index(own)
+        bounds = torch.tensor([number, -number], device=self._device)
+        self._group.all_reduce(bounds, "max")
+        return own if int(bounds[0]) == -int(bounds[1]) else self._grad_dtype
 
     def _sum_of_own_copies(self) -> Tensor:
         grads = [copy.flat.grad for copy in self._copies if copy.flat.grad is not None]

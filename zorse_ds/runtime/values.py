@@ -149,6 +149,15 @@ def _rows(message: Message, size: int, i: int) -> Tensor:
     )
 
 
+def converted(message: Message, source: torch.dtype, target: torch.dtype) -> Message:
+    """The message with its tensors of dtype `source` in dtype `target`."""
+    message.leaves = [
+        leaf.to(target) if isinstance(leaf, Tensor) and leaf.dtype == source else leaf
+        for leaf in message.leaves
+    ]
+    return message
+
+
 def pad_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Zero-pad all dims but the first, on the right, to the largest size of each."""
     shapes = [tensor.shape[1:] for tensor in tensors]

@@ -50,6 +50,7 @@ class Worker:
         groups: Mapping[int, ProcessGroup],
         world: ProcessGroup,
         device: torch.device,
+        boundary_dtypes: Mapping[int, tuple[torch.dtype, torch.dtype]] | None = None,
     ) -> None:
         self.rank = rank
         self.runners = runners
@@ -59,6 +60,8 @@ class Worker:
         self.groups = groups
         self.world = world
         self.device = device
+        self.boundary_dtypes = boundary_dtypes or {}
+        """Boundaries at which the dtype changes → (above, below)."""
         self.current: Instruction | None = None
         """The instruction under way, for reports about a rank that hangs."""
 

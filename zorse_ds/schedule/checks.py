@@ -12,8 +12,8 @@ from zorse_ds.schedule.instructions import (
     describe,
 )
 from zorse_ds.schedule.needs import Needs
-from zorse_ds.schedule.residency import GATHERED_LEVEL
 from zorse_ds.schedule.rendezvous import check_rendezvous
+from zorse_ds.schedule.residency import GATHERED_LEVEL
 from zorse_ds.schedule.trace import Trace
 
 
@@ -102,7 +102,9 @@ def check_residency(trace: Trace) -> None:
             )
     left = {rank: own for rank, own in whole.items() if own}
     if left:
-        raise ScheduleError(f"full parameters are left at the end of the step: {left}; expected none")
+        raise ScheduleError(
+            f"full parameters are left at the end of the step: {left}; expected none"
+        )
 
 
 def _named(instruction: Instruction) -> str:

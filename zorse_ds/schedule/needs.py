@@ -109,7 +109,9 @@ class Needs:
 
     def _update(self) -> Iterator[Instruction]:
         everybody = range(self.plan.world_size)
-        counting = everybody if self.interleaved else self.plan.group_of_stage(self.last_stage).ranks
+        counting = (
+            everybody if self.interleaved else self.plan.group_of_stage(self.last_stage).ranks
+        )
         yield from (CountTargets(rank, self.last_stage) for rank in counting)
         for stage in range(self.last_stage + 1):
             for rank in self.plan.group_of_stage(stage).ranks:

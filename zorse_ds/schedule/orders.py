@@ -95,9 +95,7 @@ class _Clock:
         phase, micro_batch = choice
         ticks = lane.ticks[micro_batch] * (BACKWARD_COST if phase == "backward" else 1)
         own.free_at = now + ticks
-        compute = Compute(
-            now, own.rank, visit.stage, micro_batch, phase, own.free_at, own.visit
-        )
+        compute = Compute(now, own.rank, visit.stage, micro_batch, phase, own.free_at, own.visit)
         heapq.heappush(self.finished, (own.free_at, len(self.order), compute))
         self.order.append(compute)
         if own.started < own.visit:
@@ -126,10 +124,10 @@ class _Clock:
             if not self.waits_backward[visit.stage][oldest]:
                 lane.in_flight -= 1
                 return "backward", lane.backwards.popleft()
-        if visit.forward and lane.forwards and lane.in_flight < lane.limit:
-            if not self.waits_forward[visit.stage][lane.forwards[0]]:
-                lane.in_flight += 1
-                return "forward", lane.forwards.popleft()
+        has_room = visit.forward and lane.forwards and lane.in_flight < lane.limit
+        if has_room and not self.waits_forward[visit.stage][lane.forwards[0]]:
+            lane.in_flight += 1
+            return "forward", lane.forwards.popleft()
         return None
 
     def _finish(self, done: Compute) -> None:

@@ -1,7 +1,7 @@
 """The integer clock: time in whole ticks that follow from the plan alone.
 
-Every rank needs equal time for its share of the batch in all its stages, as a good plan intends. Nothing measured
-enters, so every rank finds the same times.
+Every rank needs equal time for its share of the batch in all its stages, as a good plan intends.
+Nothing measured enters, so every rank finds the same times.
 """
 
 from collections.abc import Sequence

@@ -35,7 +35,9 @@ def visits_of(plan: Plan, group: str, schedule: Schedule) -> tuple[Visit, ...]:
         return tuple(Visit(stage, True, False) for stage in stages)
     turns = schedule == "1f1b" or (schedule == "ministage" and plan.turnaround)
     last = stages[-1]
-    turn = [Visit(last, True, True)] if turns else [Visit(last, True, False), Visit(last, False, True)]
+    turn = (
+        [Visit(last, True, True)] if turns else [Visit(last, True, False), Visit(last, False, True)]
+    )
     there = [Visit(stage, True, False) for stage in stages[:-1]]
     back = [Visit(stage, False, True) for stage in reversed(stages[:-1])]
     return (*there, *turn, *back)

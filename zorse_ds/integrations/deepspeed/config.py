@@ -25,6 +25,8 @@ class ZorseSettings(StrictModel):
     plan: str | dict[str, Any] | None = None
     """Path of a plan file (relative to the working directory), or the plan itself."""
     data: DataSettings = DataSettings()
+    optimizer_step: Literal["auto", "interleaved", "delayed"] = "auto"
+    """`interleaved`: each stage steps as soon as its backward ends; `delayed`: all at the end."""
     transport: Literal["auto", "direct", "staged"] = "auto"
     """`staged` sends messages between stages through host memory."""
     timeout_s: float = Field(default=600.0, gt=0)

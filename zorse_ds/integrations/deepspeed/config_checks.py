@@ -51,15 +51,6 @@ def _precision(config: Config, plan: Plan) -> Iterator[str]:
     enabled = [key for key in ("fp16", "bf16", "bfloat16") if _enabled(config, key)]
     if len(enabled) > 1:
         yield f"{enabled[0]} and {enabled[1]} are both enabled; expected one"
-        return
-    found = {"fp16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
-    dtype = found[enabled[0]] if enabled else "float32"
-    for i, group in enumerate(plan.groups):
-        if group.dtype not in (None, dtype):
-            yield (
-                f"groups[{i}].dtype of the plan is {group.dtype!r}, but the DeepSpeed config makes "
-                f"it {dtype!r}; expected {dtype!r}"
-            )
 
 
 def _pipeline(config: Config, plan: Plan) -> Iterator[str]:

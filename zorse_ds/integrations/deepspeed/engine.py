@@ -5,12 +5,13 @@ steps themselves are programs run by `runtime.Worker`.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import RepeatingLoader, logger
+from deepspeed.utils import RepeatingLoader, log_dist, logger
 from torch import Tensor
 
 from zorse_ds.core.order import SampleOrder
@@ -33,6 +34,14 @@ from zorse_ds.integrations.deepspeed.data import (
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule
 from zorse_ds.integrations.deepspeed.optimizer import ZorseOptimizer, rebound
 from zorse_ds.integrations.deepspeed.param_groups import param_groups_of
+from zorse_ds.integrations.deepspeed.precision import (
+    boundary_dtypes,
+    check_devices,
+    default_dtype,
+    dtype_of_rank,
+    has_float16,
+)
+from zorse_ds.integrations.deepspeed.stepping import stepping_of
 from zorse_ds.integrations.deepspeed.traces import Traces
 from zorse_ds.runtime.assembly import RankParts, build_optimizer
 from zorse_ds.runtime.dist_world import DistWorld
@@ -63,14 +72,19 @@ class ZorseEngine(PipelineEngine):
         agree_on_config(config)
         self.__dict__["plan"] = model.plan
         self.__dict__["settings"] = settings = check_config(config, model.plan)
-        self.__dict__["_originals"] = {}
-        self.__dict__["_traces"] = Traces(model.plan, model.source.tied_layers)
+        self.__dict__.update(_given_config=config, _originals={})
+        stepping = stepping_of(settings.optimizer_step, config, model.plan, model.loss_fn)
+        traces = Traces(model.plan, model.source.tied_layers, stepping.interleaved)
+        self.__dict__["_traces"] = traces
         agree_on_trace(self._traces.training(model.plan.global_batch_size).digest)
         device = next(model.parameters(), torch.empty(0)).device
         staged = settings.transport == "staged"
         world = DistWorld(model.plan, model.ties, device, settings.timeout_s, staged)
         self.__dict__["_world"] = world
         model.mpu().attach(world, model.plan.group_of_rank(world.rank).ranks)
+        log_dist(f"zorse: {stepping}", ranks=[0])
+        self.__dict__["_dtype"] = dtype_of_rank(model.plan, world.rank, config)
+        check_devices(world, self._dtype)
         super().__init__(*args, **kwargs)
         self._originals.clear()
         self._booting = False
@@ -89,6 +103,17 @@ class ZorseEngine(PipelineEngine):
 
     def _broadcast_model(self) -> None:
         """Weights are made equal when the optimizer is built, shard by shard."""
+
+    def _mixed_precision_dtypes(self) -> tuple[torch.dtype, Any]:
+        """The dtype of this rank's group, which may differ from the config's."""
+        return self._dtype, super()._mixed_precision_dtypes()[1]
+
+    def _configure_distributed_model(self, model: Any) -> None:
+        """A config in float32 casts nothing, but a group may still want to compute in less."""
+        if default_dtype(self._given_config) == "float32" and self._dtype != torch.float32:
+            self._set_client_model(model)
+            self._cast_module_mixed_precision(self._dtype, None, False)
+        super()._configure_distributed_model(model)
 
     def _cast_module_mixed_precision(self, *args: Any, **kwargs: Any) -> None:
         """Keep full-precision values for the masters before parameters are cast."""
@@ -121,7 +146,7 @@ class ZorseEngine(PipelineEngine):
         """None: DeepSpeed asks for one when there is nothing to train."""
 
     def _loss_scaler(self) -> Any:
-        if not self.fp16_enabled():
+        if not has_float16(self.plan, self._given_config):
             return None
         return CreateLossScaler(
             dtype=torch.half,
@@ -151,6 +176,7 @@ class ZorseEngine(PipelineEngine):
             },
             self._world.world,
             self.device,
+            boundary_dtypes(self.plan, self._given_config),
         )
 
     # ---- data
@@ -312,7 +338,10 @@ class ZorseEngine(PipelineEngine):
                 "save_pretrained was called on a model made of a layer list; expected one from "
                 "zorse_ds.from_pretrained"
             )
-        save(folder, self.plan, self.module.stage_models, self._world)
+        save(folder, self.plan, self.module.stage_models, self._world, self._whole)
+
+    def _whole(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.optimizer is None else self.optimizer.sharded.whole(stage)
 
     def destroy(self) -> None:
         """End the transport's threads and DeepSpeed's own resources."""

@@ -20,7 +20,8 @@ Layer: TypeAlias = LayerSpec | nn.Module | Callable[[Any], Any]
 class LayerListStage(nn.Module):
     """The layers of one stage, called one after the other.
 
-    With `recompute`, each layer's activations are made anew in backward (non-re-entrant).
+    With `recompute`, only every `recompute`-th layer's input is kept; what lies between is made
+    anew in backward (non-re-entrant).
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class LayerListStage(nn.Module):
         calls: Sequence[Callable[[Any], Any]],
         names: dict[str, str],
         ties: dict[str, int],
-        recompute: bool,
+        recompute: int,
     ) -> None:
         super().__init__()
         self.owned = nn.ModuleDict(modules)
@@ -40,9 +41,11 @@ class LayerListStage(nn.Module):
 
     def forward(self, value: Any) -> Any:
         """The stage's input → its output."""
-        recompute = self._recompute and self.training and torch.is_grad_enabled()
-        for call in self._calls:
-            value = checkpoint(call, value, use_reentrant=False) if recompute else call(value)
+        if not (self._recompute and self.training and torch.is_grad_enabled()):
+            return _in_order(self._calls, value)
+        for start in range(0, len(self._calls), self._recompute):
+            calls = self._calls[start : start + self._recompute]
+            value = checkpoint(_in_order, calls, value, use_reentrant=False)
         return value
 
     def global_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -77,7 +80,7 @@ class LayerListStages:
         return tuple(_name_of(layer) for layer in self._layers)
 
     def build(
-        self, layers: Range, *, recompute: bool, owns: Callable[[int], bool]
+        self, layers: Range, *, recompute: int, owns: Callable[[int], bool]
     ) -> LayerListStage:
         """The stage of `layers`; `owns(tie)`: it is the first to use those shared parameters."""
         own = self._layers[layers.as_slice()]
@@ -182,6 +185,12 @@ class _Sharing:
             for at, tie in self._tie_of_layers.items()
             if any(layers.start <= index < layers.stop for index in at)
         ]
+
+
+def _in_order(calls: Sequence[Callable[[Any], Any]], value: Any) -> Any:
+    for call in calls:
+        value = call(value)
+    return value
 
 
 def _call_of(layer: Layer, module: nn.Module | None) -> Callable[[Any], Any]:

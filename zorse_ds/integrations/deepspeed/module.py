@@ -38,8 +38,11 @@ class StageSource(Protocol):
     def layer_names(self) -> Sequence[str]:
         """One name a pipeline layer."""
 
-    def build(self, layers: Range, *, recompute: bool, owns: Callable[[int], bool]) -> nn.Module:
-        """A `StageModel` of a range of pipeline layers; `owns(tie)`: it is a tie's first stage."""
+    def build(self, layers: Range, *, recompute: int, owns: Callable[[int], bool]) -> nn.Module:
+        """A `StageModel` of a range of pipeline layers; `owns(tie)`: it is a tie's first stage.
+
+        `recompute`: layers between two kept activations; 0 keeps all.
+        """
 
 
 class ZorsePipelineModule(PipelineModule):
@@ -110,7 +113,7 @@ class ZorsePipelineModule(PipelineModule):
         owners = {tie.index: tie.owner for tie in self.ties}
         self.stages = nn.ModuleDict()
         for stage in self.plan.stages_of_rank(self.global_rank):
-            recompute = self.plan.recompute_of(stage) == "full"
+            recompute = self.plan.recompute_interval(stage)
 
             def owns(tie: int, stage: int = stage) -> bool:
                 return owners.get(tie, stage) == stage

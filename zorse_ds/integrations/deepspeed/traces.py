@@ -10,8 +10,8 @@ from zorse_ds.schedule.trace import Trace
 class Traces:
     """Compiled traces by batch size: short batches and evaluation use the plan cut anew."""
 
-    def __init__(self, plan: Plan, tied_layers: Any) -> None:
-        self._plan, self._tied_layers = plan, tied_layers
+    def __init__(self, plan: Plan, tied_layers: Any, interleaved: bool) -> None:
+        self._plan, self._tied_layers, self._interleaved = plan, tied_layers, interleaved
         self._training: dict[int, Trace] = {}
         self._evaluation: dict[int, Trace] = {}
 
@@ -19,7 +19,9 @@ class Traces:
         """The training step for a batch of this size."""
         if batch_size not in self._training:
             plan = self._plan.resized(batch_size)
-            self._training[batch_size] = compile_trace(plan, self._tied_layers)
+            self._training[batch_size] = compile_trace(
+                plan, self._tied_layers, interleaved=self._interleaved
+            )
         return self._training[batch_size]
 
     def evaluation(self, batch_size: int) -> Trace:

@@ -2,13 +2,14 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zorse_ds.core.plan import Plan
-from zorse_ds.errors import PlanError
+from zorse_ds.errors import ModelError, PlanError
 from zorse_ds.integrations.deepspeed.config import check_config, load_config, plan_from_config
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, init_distributed
 from zorse_ds.integrations.huggingface.collate import collate_causal_lm
@@ -69,11 +70,14 @@ class PretrainedStages:
         self.tied_layers = stages.tied_layers
         self.layer_names = stages.layer_names
 
-    def build(
-        self, layers: Range, *, recompute: bool, owns: Callable[[int], bool]
-    ) -> CausalLMStage:
+    def build(self, layers: Range, *, recompute: int, owns: Callable[[int], bool]) -> CausalLMStage:
         """See `StageSource.build`; every stage holds its own copy of tied weights."""
-        return self._stages.build(layers.start, layers.stop, recompute=recompute)
+        if recompute > 1:
+            raise ModelError(
+                f"recompute_every is {recompute}, but a Hugging Face model's own forward runs "
+                "block by block; expected 1"
+            )
+        return self._stages.build(layers.start, layers.stop, recompute=bool(recompute))
 
     def save_pretrained(
         self,
@@ -81,10 +85,12 @@ class PretrainedStages:
         plan: Plan,
         models: Mapping[int, CausalLMStage],
         world: DistWorld,
+        whole: Callable[[int], AbstractContextManager[None]],
     ) -> None:
         """Write weights, index, config and tokenizer so that transformers loads them.
 
-        The first rank of each group writes its stages. All is written beside `folder` and moved in
+        The first rank of each group writes its stages, one after the other; `whole(stage)` makes a
+        stage's parameters whole meanwhile. All is written beside `folder` and moved in
         at the end, the index last. Collective: every rank; `folder` must be seen by all of them.
         """
         folder = Path(folder)
@@ -94,11 +100,13 @@ class PretrainedStages:
             unfinished.mkdir(parents=True)
         world.gather_objects(None)
         weight_map: dict[str, tuple[str, int]] = {}
-        if world.rank == plan.group_of_rank(world.rank).ranks[0]:
-            for stage, model in models.items():
-                name = weights_file_name(stage, len(plan.stages))
-                owns_tied = stage == 0 or not self.tied_layers
-                weight_map |= write_stage_weights(model, unfinished, name, owns_tied=owns_tied)
+        writes = world.rank == plan.group_of_rank(world.rank).ranks[0]
+        for stage, model in models.items():
+            name = weights_file_name(stage, len(plan.stages))
+            owns_tied = stage == 0 or not self.tied_layers
+            with whole(stage):
+                if writes:
+                    weight_map |= write_stage_weights(model, unfinished, name, owns_tied=owns_tied)
         maps = world.gather_objects(weight_map)
         if world.rank == 0:
             merged = {key: at for own in maps for key, at in own.items()}  # type: ignore[attr-defined]

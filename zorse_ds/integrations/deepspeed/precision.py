@@ -1,0 +1,58 @@
+"""What each group computes in, and whether its devices can."""
+
+from typing import Any, get_args
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from zorse_ds.core.plan import Dtype, Plan
+from zorse_ds.errors import ConfigError
+from zorse_ds.runtime.dist_world import DistWorld
+
+TORCH_DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
+
+
+def default_dtype(config: dict[str, Any]) -> Dtype:
+    """What the DeepSpeed config makes parameters: float32 unless bf16 or fp16 is enabled."""
+    for keys, name in ((("bf16", "bfloat16"), "bfloat16"), (("fp16",), "float16")):
+        sections = (config.get(key) for key in keys)
+        if any(isinstance(section, dict) and section.get("enabled") for section in sections):
+            return name  # type: ignore[return-value]
+    return "float32"
+
+
+def dtype_of_rank(plan: Plan, rank: int, config: dict[str, Any]) -> torch.dtype:
+    """The group's own dtype, or else the config's."""
+    return TORCH_DTYPES[plan.group_of_rank(rank).dtype or default_dtype(config)]
+
+
+def boundary_dtypes(
+    plan: Plan, config: dict[str, Any]
+) -> dict[int, tuple[torch.dtype, torch.dtype]]:
+    """Boundaries at which the dtype changes → (above, below). See `Plan.boundary_dtypes`."""
+    pairs = plan.boundary_dtypes(default_dtype(config)).items()
+    return {at: (TORCH_DTYPES[above], TORCH_DTYPES[below]) for at, (above, below) in pairs}
+
+
+def check_devices(world: DistWorld, dtype: torch.dtype) -> None:
+    """Collective: raise `ConfigError` on every rank if one's device lacks its dtype."""
+    accelerator = get_accelerator()
+    lacking = {
+        torch.bfloat16: not accelerator.is_bf16_supported(),
+        torch.float16: not accelerator.is_fp16_supported(),
+    }
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else accelerator.device_name()
+    found = f"rank {world.rank} ({name}) is to compute in {str(dtype).removeprefix('torch.')}"
+    problems = world.gather_objects(found if lacking.get(dtype) else None)
+    told = [str(problem) for problem in problems if problem is not None]
+    if told:
+        raise ConfigError(
+            f"{'; '.join(told)}, which the device lacks; expected another dtype for its group, "
+            "such as 'float32'"
+        )
+
+
+def has_float16(plan: Plan, config: dict[str, Any]) -> bool:
+    """Some group computes in float16, so losses must be scaled."""
+    default = default_dtype(config)
+    return any((group.dtype or default) == "float16" for group in plan.groups)
