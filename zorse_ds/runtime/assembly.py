@@ -13,6 +13,7 @@ from zorse_ds.core.shards import cut_into_shards, shard_layout
 from zorse_ds.errors import ModelError
 from zorse_ds.runtime.bucket import Bucket
 from zorse_ds.runtime.flat import FlatParameters, NamedParameter
+from zorse_ds.runtime.host_memory import HostMemory
 from zorse_ds.runtime.optimizer import (
     OptimizerFactory,
     ParamGroup,
@@ -64,6 +65,8 @@ class RankParts:
     process_group: GroupFactory
     """Ranks → their process group; called for the same groups in the same order on every rank."""
     world: ProcessGroup
+    host: HostMemory | None = None
+    """Set where the group keeps masters, optimizer state and shards in host memory."""
 
 
 def build_optimizer(
@@ -102,6 +105,7 @@ def build_optimizer(
         lambda bucket: group_of[id(bucket)],
         make_optimizer,
         parts.world,
+        parts.host,
     )
     _equalise(optimizer)
     return optimizer
@@ -146,7 +150,7 @@ def _buckets(
     process_group = parts.process_group(plan_group.ranks)
     buckets = []
     for group, flat in cut_into_buckets(owned, groups.index_of):
-        buckets.append(Bucket(flat, plan_group, process_group, originals))
+        buckets.append(Bucket(flat, plan_group, process_group, originals, parts.host))
         group_of[id(buckets[-1])] = group
     return buckets
 
@@ -169,7 +173,7 @@ def _sharded(parts: RankParts, stage: int, flat: FlatParameters) -> ShardedFlat 
     if group.zero_level < GATHERED_LEVEL:
         return None
     layout = cut_into_shards(flat.numel, group)
-    return ShardedFlat(flat, layout, parts.process_group(group.ranks))
+    return ShardedFlat(flat, layout, parts.process_group(group.ranks), parts.host)
 
 
 def _tied_parameters(

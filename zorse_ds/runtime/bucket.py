@@ -10,6 +10,7 @@ from zorse_ds.core.plan import GpuGroup
 from zorse_ds.core.shards import ShardLayout, cut_into_shards
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.flat import FlatParameters
+from zorse_ds.runtime.host_memory import HostMemory
 from zorse_ds.runtime.process_groups import ProcessGroup, gather_shards
 from zorse_ds.runtime.sharded import ShardedFlat
 
@@ -17,9 +18,9 @@ from zorse_ds.runtime.sharded import ShardedFlat
 class Bucket:
     """Parameters of one stage, one param group and one dtype.
 
-    `master` is what the optimizer steps: at `zero_level` 0 the whole vector, else the own shard;
-    a view of the parameters where no conversion is needed. From level 2 gradients are kept as
-    shards alone, at level 3 parameters too (`sharded` is set).
+    `master` is what the optimizer steps: at `zero_level` 0 the whole vector, else the own shard.
+    It is the parameters' own memory unless they are of lower precision or `host` keeps it. From
+    level 2 gradients are kept as shards alone, at level 3 parameters too (`sharded` is set).
     """
 
     def __init__(
@@ -28,20 +29,22 @@ class Bucket:
         group: GpuGroup,
         process_group: ProcessGroup,
         originals: Mapping[str, Tensor],
+        host: HostMemory | None = None,
     ) -> None:
         self.flat = flat
         self.layout: ShardLayout = cut_into_shards(flat.numel, group)
         self.zero_level = group.zero_level
         self._group = process_group
+        self._host = host
         self.own = self.layout.of(process_group.rank)
         self.window = self.own if self.zero_level else Range(0, flat.numel)
         self.counted = self.own if not self.zero_level else Range(0, self.own.size)
         """The part of the master that this rank counts in the gradient norm."""
-        converted = self._converted_master(originals)
+        separate = self._separate_master(originals)
         self.sharded: ShardedFlat | None = None
         if self.zero_level == 3:
-            self.sharded = ShardedFlat(flat, self.layout, process_group)
-        self.master = Parameter(self._own_memory() if converted is None else converted)
+            self.sharded = ShardedFlat(flat, self.layout, process_group, host)
+        self.master = Parameter(self._own_memory() if separate is None else separate)
 
     def reduce(self) -> None:
         """Collective over the group: sum gradients; the master's part becomes its gradient."""
@@ -49,14 +52,15 @@ class Bucket:
         assert grad is not None, "gradients are open from the first backward on"
         shard = self._group.reduce_shards(grad, self.layout)
         if self.zero_level >= 2:
-            self.master.grad = shard
+            self.master.grad = shard if self._host is None else self._host.store(shard)
             self.flat.drop_grads()
             return
         if shard is not grad:
             grad[self.own.as_slice()] = shard
         if self.zero_level == 0:
             gather_shards(self._group, grad, self.layout)
-        self.master.grad = grad[self.window.as_slice()]
+        own = grad[self.window.as_slice()]
+        self.master.grad = own if self._host is None else self._host.store(own)
 
     def sum_of_squares(self) -> float:
         """Of the gradients this rank answers for: over all ranks each element counts once."""
@@ -67,9 +71,8 @@ class Bucket:
 
     def publish(self) -> None:
         """Collective over the group below level 3: stepped masters go into the parameters."""
-        own = self._own_memory()
-        if own.data_ptr() != self.master.data_ptr():
-            own.copy_(self.master.detach())
+        if self.master_is_separate:
+            self._own_memory().copy_(self.master.detach())
         if self.zero_level in (1, 2):
             gather_shards(self._group, self.flat.data, self.layout)
 
@@ -81,19 +84,26 @@ class Bucket:
         if self.sharded is not None:
             return
         gather_shards(self._group, self.flat.data, self.layout)
-        if self.zero_level == 0 and self.master.dtype != self.flat.dtype:
-            gather_shards(self._group, self.master.data, self.layout)
+        if self.zero_level == 0 and self.master_is_separate:
+            whole = self.master.detach().to(self.flat.data.device)
+            gather_shards(self._group, whole, self.layout)
+            self.master.data.copy_(whole)
+
+    @property
+    def master_is_separate(self) -> bool:
+        """The master has memory of its own beside the parameters'."""
+        return self.master.data_ptr() != self._own_memory().data_ptr()
 
     def _own_memory(self) -> Tensor:
         """The parameters that the master stands for."""
-        return (
-            self.flat.data[self.window.as_slice()] if self.sharded is None else self.sharded.shard
-        )
+        if self.sharded is not None:
+            return self.sharded.shard
+        return self.flat.data[self.window.as_slice()]
 
-    def _converted_master(self, originals: Mapping[str, Tensor]) -> Tensor | None:
-        """A copy with all the bits there were, or None where parameters need no conversion."""
+    def _separate_master(self, originals: Mapping[str, Tensor]) -> Tensor | None:
+        """A copy with all the bits there were, or None where the parameters' own memory serves."""
         wanted = self.flat.grad_dtype
-        if wanted == self.flat.dtype:
+        if wanted == self.flat.dtype and (self._host is None or self.zero_level == 3):
             return None
         master = self.flat.data[self.window.as_slice()].to(wanted)
         for name, window in zip(self.flat.names, self.flat.windows, strict=True):
@@ -101,4 +111,4 @@ class Bucket:
             if name in originals and common.size:
                 source = originals[name].reshape(-1)[common.relative_to(window.start).as_slice()]
                 master[common.relative_to(self.window.start).as_slice()] = source
-        return master
+        return master if self._host is None else self._host.store(master)

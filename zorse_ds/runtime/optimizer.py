@@ -16,6 +16,8 @@ from torch.nn import Parameter
 
 from zorse_ds.runtime.bucket import Bucket
 from zorse_ds.runtime.flat import FlatParameters, NamedParameter
+from zorse_ds.runtime.host_memory import HostMemory
+from zorse_ds.runtime.ledger import Purpose
 from zorse_ds.runtime.process_groups import ProcessGroup
 from zorse_ds.runtime.sharded import ShardedFlat
 from zorse_ds.runtime.ties import TiedParameters
@@ -65,10 +67,12 @@ class ShardedOptimizer:
         group_of: Callable[[Bucket], int],
         make_optimizer: OptimizerFactory,
         world: ProcessGroup,
+        host: HostMemory | None = None,
     ) -> None:
         self.stages = stages
         self.ties = ties
         self._world = world
+        self._host = host
         self._squares: dict[int, float] = {}
         self._open: set[int] = set()
         self._gathering: set[int] = set()
@@ -85,12 +89,34 @@ class ShardedOptimizer:
         """All buckets of this rank, stage by stage."""
         return [bucket for own in self.stages.values() for bucket in own.buckets]
 
+    def tensors(self) -> Iterator[tuple[Purpose, Tensor]]:
+        """What this rank holds between instructions on its device, by purpose."""
+        for own in self.stages.values():
+            for sharded in own.sharded:
+                yield from (("parameters", sharded.flat.data), ("parameters", sharded.shard))
+            for flat in (*(bucket.flat for bucket in own.buckets), *own.copies):
+                yield "parameters", flat.data
+                if flat.grad is not None:
+                    yield "gradients", flat.grad
+            for bucket in own.buckets:
+                if bucket.master_is_separate:
+                    yield "optimizer", bucket.master.data
+                if bucket.master.grad is not None:
+                    yield "gradients", bucket.master.grad
+        for state in self.inner.state.values():
+            yield from (("optimizer", each) for each in state.values() if torch.is_tensor(each))
+
     def begin(self) -> None:
         """Start a step: no stage has gradients yet."""
         self._open.clear()
         self._squares.clear()
         for bucket in self.buckets:
             bucket.master.grad = None
+
+    def prefetch(self, stage: int) -> None:
+        """Start to bring a stage's own shards from host memory."""
+        for sharded in self.stages[stage].sharded:
+            sharded.prefetch()
 
     def start_gather(self, stage: int) -> None:
         """Collective over the stage's group: start to make its parameters whole."""
@@ -167,6 +193,10 @@ class ShardedOptimizer:
             if factor != 1.0 and bucket.master.grad is not None:
                 bucket.master.grad.mul_(factor)
         self.inner.step()
+        if self._host is not None:
+            for state in self.inner.state.values():
+                for each in filter(torch.is_tensor, state.values()):
+                    self._host.adopt(each)
         for bucket in self.stages[stage].buckets:
             bucket.publish()
             bucket.master.grad = None

@@ -1,11 +1,13 @@
 """One pipeline stage on one rank: micro-batches forward and backward through its layers."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.values import Leaf, Message, cut, flatten, merge, unflatten, unpad
@@ -29,18 +31,43 @@ class Held:
     extent: int
     structure: Any = None
     outputs: list[Leaf] = field(default_factory=list)
-    grads: dict[int, Message] = field(default_factory=dict)
+    """Kept until they have been cut into messages."""
+    roots: list["Root | None"] = field(default_factory=list)
+    """Where backward starts, for each output; None for one without gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The place of an output in the graph, without its values: they need not stay in memory."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, leaf: Leaf) -> "Root | None":
+        """The root of an output that needs a gradient."""
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            return None
+        return cls(get_gradient_edge(leaf), leaf.shape, leaf.dtype, leaf.device)
 
 
 class StageRunner:
     """Runs micro-batches through the layers of one stage and keeps what backward needs.
 
-    `forward_fn` maps the value that enters the stage to the value that leaves it. Knows nothing of
-    messages' transport, of data or of the optimizer.
+    `forward_fn` maps the value that enters the stage to the value that leaves it; it runs inside
+    `saving()`, which may put what autograd saves elsewhere. Knows nothing of messages' transport,
+    of data or of the optimizer.
     """
 
-    def __init__(self, forward_fn: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        forward_fn: Callable[[Any], Any],
+        saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.forward_fn = forward_fn
+        self.saving = saving
         self.held: dict[int, Held] = {}
 
     def enter(
@@ -67,15 +94,17 @@ class StageRunner:
         self.held[micro_batch] = Held(size, [], {}, extent)
 
     def forward(self, micro_batch: int, value: Any) -> Any:
-        """Run the layers and keep the outputs; returns the value that leaves the stage."""
-        output = self.forward_fn(value)
-        self.keep(micro_batch, output)
-        return output
-
-    def keep(self, micro_batch: int, output: Any) -> None:
-        """Replace what backward starts from (the last stage keeps its loss)."""
+        """Run the layers; the outputs are kept until `drop_outputs`."""
+        with self.saving():
+            output = self.forward_fn(value)
         held = self.held[micro_batch]
         held.structure, held.outputs = flatten(output)
+        held.roots = [Root.of(leaf) for leaf in held.outputs]
+        return output
+
+    def drop_outputs(self, micro_batch: int) -> None:
+        """Forget the values of the outputs; backward needs only their place in the graph."""
+        self.held[micro_batch].outputs = []
 
     def outgoing(self, micro_batch: int, window: Range) -> Message:
         """The outputs of a window (relative to the micro-batch) as a message."""
@@ -89,23 +118,20 @@ class StageRunner:
         """
         held = self.held[micro_batch]
         roots, seeds = [], []
-        for i, leaf in enumerate(held.outputs):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                seed = _joined_grad(
-                    leaf, [(window, message.leaves[i]) for window, message in grads]
-                )
-                if seed is not None:
-                    roots.append(leaf)
-                    seeds.append(seed)
+        for i, root in enumerate(held.roots):
+            pieces = [(window, message.leaves[i]) for window, message in grads]
+            seed = None if root is None else _joined_grad(root, pieces)
+            if root is not None and seed is not None:
+                roots.append(root.edge)
+                seeds.append(seed)
+        held.roots = []
         if roots:
             torch.autograd.backward(roots, seeds)
-        held.outputs = []
 
     def backward_from_loss(self, micro_batch: int, loss: Tensor | None) -> None:
         """Propagate from the scaled loss; `None` when the micro-batch has no target."""
         if loss is not None and loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-        self.held[micro_batch].outputs = []
 
     def outgoing_grad(self, micro_batch: int, transfer: int) -> Message:
         """The gradients of the inputs that came with a transfer, shaped as they came."""
@@ -129,15 +155,15 @@ def _shapes(message: Message) -> list[tuple[int, ...] | None]:
     return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in message.leaves]
 
 
-def _joined_grad(output: Tensor, pieces: Sequence[tuple[Range, Leaf]]) -> Tensor | None:
+def _joined_grad(output: Root, pieces: Sequence[tuple[Range, Leaf]]) -> Tensor | None:
     """One gradient for a whole output; parts that nobody used get zeros, none at all gives None."""
     used = [(window, leaf) for window, leaf in pieces if isinstance(leaf, Tensor)]
     if not used:
         return None
     window, only = used[0]
-    if window.size == len(output) and only.shape == output.shape:
+    if window.size == output.shape[0] and only.shape == output.shape:
         return only
-    joined = torch.zeros_like(output)
+    joined = torch.zeros(output.shape, dtype=output.dtype, device=output.device)
     for window, leaf in used:
         joined[window.as_slice()] = leaf
     return joined

@@ -83,9 +83,15 @@ class ForwardStep:
             kinds.ForwardPass: self.forward,
             kinds.SendActivation: self.send,
             kinds.RecvActivation: self.receive,
+            kinds.PrefetchParams: self.prefetch,
             kinds.UnshardParams: self.unshard,
             kinds.ReshardParams: self.reshard,
         }
+
+    def prefetch(self, at: kinds.PrefetchParams) -> None:
+        """Start to bring the own shards of a stage from host memory."""
+        if self.worker.optimizer is not None:
+            self.worker.optimizer.prefetch(at.stage)
 
     def unshard(self, at: CollectiveInstruction) -> None:
         """Collective over the stage's group: start to gather its parameters."""
@@ -119,6 +125,7 @@ class ForwardStep:
                 if at.stage in self.worker.boundary_dtypes:
                     message = converted(message, *self.worker.boundary_dtypes[at.stage])
                 self.outbox[tag_of(transfer, forward=True)] = message
+        runner.drop_outputs(at.micro_batch)
         self._after_forward(at)
 
     def send(self, at: TransferInstruction) -> None:

@@ -17,7 +17,6 @@ from zorse_ds.runtime.flat import FlatParameters
 from zorse_ds.runtime.process_groups import ProcessGroup, gather_shards
 from zorse_ds.runtime.sharded import ShardedFlat
 
-
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -2,16 +2,18 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from zorse_ds.runtime.ledger import MemoryLedger, MemoryReport
 from zorse_ds.runtime.losses import Criterion
 from zorse_ds.runtime.optimizer import ShardedOptimizer
 from zorse_ds.runtime.process_groups import ProcessGroup
 from zorse_ds.runtime.stage import StageRunner
-from zorse_ds.runtime.step import Batch, ForwardStep, StepRule, TrainingStep
+from zorse_ds.runtime.step import Batch, ForwardStep, Handlers, StepRule, TrainingStep
 from zorse_ds.runtime.transport import Transport, receives_of
 from zorse_ds.schedule.instructions import Instruction, describe
 from zorse_ds.schedule.trace import Trace
@@ -30,6 +32,8 @@ class StepReport:
     skipped: str | None
     """Why no update was made, or None."""
     timeline: Timeline
+    memory: MemoryReport | None = None
+    """Where the worker keeps a ledger."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """Last stage's outputs by micro-batch, where they were asked for."""
 
@@ -62,6 +66,8 @@ class Worker:
         self.device = device
         self.boundary_dtypes = boundary_dtypes or {}
         """Boundaries at which the dtype changes → (above, below)."""
+        self.ledger: MemoryLedger | None = None
+        """Set to count memory; costs time."""
         self.current: Instruction | None = None
         """The instruction under way, for reports about a rank that hangs."""
 
@@ -78,7 +84,12 @@ class Worker:
         timeline = self._execute(trace, step)
         outcome = step.outcome
         return StepReport(
-            outcome.loss, outcome.num_targets, outcome.grad_norm, outcome.skipped, timeline
+            outcome.loss,
+            outcome.num_targets,
+            outcome.grad_norm,
+            outcome.skipped,
+            timeline,
+            self._memory_report(),
         )
 
     def evaluate(self, trace: Trace, batch: Batch, keep_outputs: bool = False) -> StepReport:
@@ -87,7 +98,11 @@ class Worker:
         with torch.no_grad():
             timeline = self._execute(trace, step)
         loss, count = step.agreed_loss()
-        return StepReport(loss, count, float("nan"), None, timeline, step.outputs)
+        memory = self._memory_report()
+        return StepReport(loss, count, float("nan"), None, timeline, memory, step.outputs)
+
+    def _memory_report(self) -> MemoryReport | None:
+        return None if self.ledger is None else self.ledger.report
 
     def _execute(self, trace: Trace, step: ForwardStep) -> Timeline:
         program = trace.project(self.rank)
@@ -95,20 +110,31 @@ class Worker:
         self.transport.begin(receives_of(program))
         marks: list[tuple[Instruction, float, float]] = []
         clock = time.perf_counter
-        origin = start = clock()
-        for instruction in program:
-            self.current = instruction
-            try:
-                handlers[type(instruction)](instruction)
-            except Exception as error:
-                error.add_note(f"on rank {self.rank} at {describe(instruction)}")
-                raise
-            stop = clock()
-            marks.append((instruction, start - origin, stop - origin))
-            start = stop
+        run = self._run_counted if self.ledger is not None else self._run
+        with nullcontext() if self.ledger is None else self.ledger.counting():
+            origin = start = clock()
+            for instruction in program:
+                run(handlers, instruction)
+                stop = clock()
+                marks.append((instruction, start - origin, stop - origin))
+                start = stop
         self.current = None
         self.transport.end()
         return Timeline(tuple(_span(*mark) for mark in marks))
+
+    def _run(self, handlers: Handlers, instruction: Instruction) -> None:
+        self.current = instruction
+        try:
+            handlers[type(instruction)](instruction)
+        except Exception as error:
+            error.add_note(f"on rank {self.rank} at {describe(instruction)}")
+            raise
+
+    def _run_counted(self, handlers: Handlers, instruction: Instruction) -> None:
+        assert self.ledger is not None, "memory is counted only with a ledger"
+        self.ledger.before(instruction)
+        self._run(handlers, instruction)
+        self.ledger.after()
 
 
 def _span(instruction: Instruction, start_s: float, stop_s: float) -> Span:

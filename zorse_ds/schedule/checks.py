@@ -7,6 +7,7 @@ from zorse_ds.schedule.instructions import (
     BackwardPass,
     ForwardPass,
     Instruction,
+    PrefetchParams,
     ReshardParams,
     UnshardParams,
     describe,
@@ -27,7 +28,7 @@ def check_trace(trace: Trace) -> None:
     check_rendezvous(trace)
 
 
-_RESIDENCY = (UnshardParams, ReshardParams)
+_RESIDENCY = (PrefetchParams, UnshardParams, ReshardParams)
 MOST_RESIDENT = 2
 """Stages whose full parameters a rank may hold at once: the current and the next."""
 
@@ -77,22 +78,30 @@ def check_limits(trace: Trace) -> None:
 def check_residency(trace: Trace) -> None:
     """Sharded stages are whole when they run, at most two at a time, and dropped at the end."""
     sharded = {
-        stage
+        (rank, stage)
         for stage in range(len(trace.plan.stages))
         if trace.plan.group_of_stage(stage).zero_level >= GATHERED_LEVEL
+        for rank in trace.plan.group_of_stage(stage).ranks
     }
+    fetched: set[tuple[int, int]] = set()
     whole: dict[int, list[int]] = {rank: [] for rank in range(trace.plan.world_size)}
     for instruction in trace.instructions:
         own = whole[instruction.rank]
         match instruction:
-            case UnshardParams(_, stage):
+            case PrefetchParams(rank, stage):
                 own.append(stage)
-                wrong = len(set(own)) < len(own) or len(own) > MOST_RESIDENT
+                fetched.add((rank, stage))
+                wrong = (rank, stage) not in sharded or _too_many(own)
+            case UnshardParams(rank, stage):
+                if (rank, stage) not in fetched:
+                    own.append(stage)
+                fetched.discard((rank, stage))
+                wrong = (rank, stage) not in sharded or _too_many(own)
             case ReshardParams(_, stage):
                 wrong = stage not in own
                 own[:] = [each for each in own if each != stage]
-            case ForwardPass(_, stage, _) | BackwardPass(_, stage, _):
-                wrong = stage in sharded and stage not in own
+            case ForwardPass(rank, stage, _) | BackwardPass(rank, stage, _):
+                wrong = (rank, stage) in sharded and stage not in own
             case _:
                 wrong = False
         if wrong:
@@ -105,6 +114,11 @@ def check_residency(trace: Trace) -> None:
         raise ScheduleError(
             f"full parameters are left at the end of the step: {left}; expected none"
         )
+
+
+def _too_many(whole: list[int]) -> bool:
+    """A stage is there twice, or there are more than may be."""
+    return len(set(whole)) < len(whole) or len(whole) > MOST_RESIDENT
 
 
 def _named(instruction: Instruction) -> str:

@@ -70,10 +70,22 @@ class RecvGrad(TransferInstruction):
 
 
 @dataclass(frozen=True, slots=True)
-class ReshardParams(Instruction):
-    """Drop the full parameters of a stage but for the own shard."""
+class StageInstruction(Instruction):
+    """Something a rank does alone for one of its stages."""
 
     stage: int
+
+
+class PrefetchParams(StageInstruction):
+    """Start to copy the own shard of a stage from host memory, where it is kept there."""
+
+    __slots__ = ()
+
+
+class ReshardParams(StageInstruction):
+    """Drop the full parameters of a stage but for the own shard."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +146,7 @@ KINDS: tuple[type[Instruction], ...] = (
     SendGrad,
     RecvGrad,
     CountTargets,
+    PrefetchParams,
     UnshardParams,
     ReshardParams,
     ReduceTiedGrads,
@@ -157,6 +170,6 @@ def describe(instruction: Instruction) -> str:
                 f"stage {t.boundary + 1} rank {t.target_rank}",
             )
             return f"{name} of samples {t.samples} between {ends[0]} and {ends[1]}"
-        case CollectiveInstruction(_, index) | ReshardParams(_, index):
+        case CollectiveInstruction(_, index) | StageInstruction(_, index):
             return f"{name} {index}"
     return name

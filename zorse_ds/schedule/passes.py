@@ -18,6 +18,7 @@ from zorse_ds.schedule.instructions import (
     ReduceGradNorm,
     ReduceGrads,
     ReduceTiedGrads,
+    ReshardParams,
     SendActivation,
     SendGrad,
 )
@@ -67,21 +68,27 @@ def add_reductions(
 ) -> Iterator[Instruction]:
     """Reduce a stage's gradients once a step, as soon as the last backward of its group ended.
 
-    A tie is reduced before the stage that owns it.
+    A tie is reduced before the stage that owns it. What the backward hands on goes first, for a
+    stage above waits for it, and so does the drop of what the stage needs no more.
     """
     left = Counter({i: len(micro_batches) for i, micro_batches in enumerate(layout.micro_batches)})
     open_ties = {tie.index: set(tie.stages) for tie in ties}
     owned = {stage: [t for t in ties if t.owner == stage] for stage in range(layout.num_stages)}
+    due: list[Instruction] = []
     for instruction in trace:
+        if not isinstance(instruction, ReshardParams | SendGrad | RecvGrad):
+            yield from due
+            due.clear()
         yield instruction
         if not isinstance(instruction, BackwardPass):
             continue
         stage = instruction.stage
         left[stage] -= 1
         if left[stage] == 0:
-            yield from _close_ties(stage, ties, open_ties)
+            due += _close_ties(stage, ties, open_ties)
             if not any(open_ties[tie.index] for tie in owned[stage]):
-                yield from _on_group(ReduceGrads, plan, stage)
+                due += _on_group(ReduceGrads, plan, stage)
+    yield from due
 
 
 def _close_ties(

@@ -13,6 +13,7 @@ from zorse_ds.schedule.instructions import (
     BackwardPass,
     ForwardPass,
     Instruction,
+    PrefetchParams,
     ReshardParams,
     UnshardParams,
 )
@@ -49,7 +50,8 @@ def add_residency(
     """Gather a stage while the one before it runs, drop it after a rank's last use.
 
     All ranks of a group gather together: once the last of them has entered the visit before. By
-    then every rank has left the visit before that one, so none holds more than two stages.
+    then every rank has left the visit before that one, so none holds more than two stages. Where
+    shards are in host memory, each rank starts to fetch its own when it enters the visit before.
     """
     before: dict[int, list[Instruction]] = defaultdict(list)
     after: dict[int, list[Instruction]] = defaultdict(list)
@@ -81,6 +83,11 @@ def _place(
             gather_at = min(first[rank, stay.first_visit] for rank in ranks)
         else:
             gather_at = max(first[rank, stays[i - 1].first_visit] for rank in ranks)
+        if group.offload != "none":
+            entered = stays[max(i - 1, 0)].first_visit
+            for rank in group.ranks:
+                at = min(first.get((rank, entered), gather_at), gather_at)
+                before[at].append(PrefetchParams(rank, stay.stage))
         before[gather_at] += [UnshardParams(rank, stay.stage) for rank in group.ranks]
         ends = {rank: last[rank, stay.last_visit] for rank in ranks}
         for rank in group.ranks:

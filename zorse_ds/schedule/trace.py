@@ -15,7 +15,7 @@ from zorse_ds.schedule.instructions import (
     CollectiveInstruction,
     ComputeInstruction,
     Instruction,
-    ReshardParams,
+    StageInstruction,
     TransferInstruction,
 )
 from zorse_ds.schedule.orders import Compute
@@ -80,7 +80,7 @@ def _packed(instruction: Instruction) -> bytes:
             return struct.pack("<4i", kind, rank, stage, micro_batch)
         case TransferInstruction(rank, transfer):
             return struct.pack("<3i", kind, rank, transfer.index)
-        case CollectiveInstruction(rank, index) | ReshardParams(rank, index):
+        case CollectiveInstruction(rank, index) | StageInstruction(rank, index):
             return struct.pack("<3i", kind, rank, index)
     raise AssertionError(f"unknown instruction {instruction}")
 

@@ -29,6 +29,8 @@ class ZorseSettings(StrictModel):
     """`interleaved`: each stage steps as soon as its backward ends; `delayed`: all at the end."""
     transport: Literal["auto", "direct", "staged"] = "auto"
     """`staged` sends messages between stages through host memory."""
+    count_memory: bool = False
+    """Each step's report says what its peak of memory consists of; costs time."""
     timeout_s: float = Field(default=600.0, gt=0)
     """How long a rank waits for another before it gives up."""
 

@@ -16,7 +16,7 @@ _SET_BY_PLAN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_
 
 def config_problems(config: Config, plan: Plan) -> list[str]:
     """All contradictions between a DeepSpeed JSON, a plan and what the engine can do."""
-    of_both = (_batch, _precision, _pipeline)
+    of_both = (_batch, _precision, _offloaded, _pipeline)
     of_config = (_misspelt, _placeholders, _zero, _sections, _values, _optimizer, _scheduler)
     found = [problem for rule in of_both for problem in rule(config, plan)]
     return found + [problem for rule in of_config for problem in rule(config)]
@@ -51,6 +51,19 @@ def _precision(config: Config, plan: Plan) -> Iterator[str]:
     enabled = [key for key in ("fp16", "bf16", "bfloat16") if _enabled(config, key)]
     if len(enabled) > 1:
         yield f"{enabled[0]} and {enabled[1]} are both enabled; expected one"
+
+
+def _offloaded(config: Config, plan: Plan) -> Iterator[str]:
+    optimizer = config.get("optimizer")
+    if not isinstance(optimizer, dict) or all(group.offload == "none" for group in plan.groups):
+        return
+    parameters = optimizer.get("params") or {}
+    is_adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+    if is_adam and isinstance(parameters, dict) and not parameters.get("torch_adam"):
+        yield (
+            "optimizer.params.torch_adam is not set, but a group's offload keeps masters in host "
+            "memory; expected true, for DeepSpeed's fused Adam works on the device alone"
+        )
 
 
 def _pipeline(config: Config, plan: Plan) -> Iterator[str]:

@@ -11,17 +11,13 @@ from typing import Any
 import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import RepeatingLoader, log_dist, logger
+from deepspeed.utils import RepeatingLoader, logger
 from torch import Tensor
 
 from zorse_ds.core.order import SampleOrder
 from zorse_ds.errors import ConfigError, DataError, ModelError
-from zorse_ds.integrations.deepspeed.agreement import (
-    agree_on_batch,
-    agree_on_config,
-    agree_on_trace,
-)
-from zorse_ds.integrations.deepspeed.config import check_config, load_config
+from zorse_ds.integrations.deepspeed.agreement import agree_on_batch
+from zorse_ds.integrations.deepspeed.config import load_config
 from zorse_ds.integrations.deepspeed.data import (
     GlobalBatch,
     IndexedBatch,
@@ -31,24 +27,12 @@ from zorse_ds.integrations.deepspeed.data import (
     default_collate_fn,
     num_samples_of,
 )
+from zorse_ds.integrations.deepspeed.engine_parts import EngineParts
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule
-from zorse_ds.integrations.deepspeed.optimizer import ZorseOptimizer, rebound
-from zorse_ds.integrations.deepspeed.param_groups import param_groups_of
-from zorse_ds.integrations.deepspeed.precision import (
-    boundary_dtypes,
-    check_devices,
-    default_dtype,
-    dtype_of_rank,
-    has_float16,
-)
-from zorse_ds.integrations.deepspeed.stepping import stepping_of
-from zorse_ds.integrations.deepspeed.traces import Traces
-from zorse_ds.runtime.assembly import RankParts, build_optimizer
-from zorse_ds.runtime.dist_world import DistWorld
+from zorse_ds.integrations.deepspeed.optimizer import ZorseOptimizer
 from zorse_ds.runtime.losses import Criterion
-from zorse_ds.runtime.stage import StageRunner
 from zorse_ds.runtime.step import StepRule
-from zorse_ds.runtime.worker import StepReport, Worker
+from zorse_ds.runtime.worker import StepReport
 from zorse_ds.schedule.trace import Trace
 
 
@@ -69,26 +53,13 @@ class ZorseEngine(PipelineEngine):
             raise ModelError(
                 f"ZorseEngine was given a {type(model).__name__}; expected a ZorsePipelineModule"
             )
-        agree_on_config(config)
-        self.__dict__["plan"] = model.plan
-        self.__dict__["settings"] = settings = check_config(config, model.plan)
-        self.__dict__.update(_given_config=config, _originals={})
-        stepping = stepping_of(settings.optimizer_step, config, model.plan, model.loss_fn)
-        traces = Traces(model.plan, model.source.tied_layers, stepping.interleaved)
-        self.__dict__["_traces"] = traces
-        agree_on_trace(self._traces.training(model.plan.global_batch_size).digest)
-        device = next(model.parameters(), torch.empty(0)).device
-        staged = settings.transport == "staged"
-        world = DistWorld(model.plan, model.ties, device, settings.timeout_s, staged)
-        self.__dict__["_world"] = world
-        model.mpu().attach(world, model.plan.group_of_rank(world.rank).ranks)
-        log_dist(f"zorse: {stepping}", ranks=[0])
-        self.__dict__["_dtype"] = dtype_of_rank(model.plan, world.rank, config)
-        check_devices(world, self._dtype)
+        parts = EngineParts(model, config)
+        self.__dict__.update(parts=parts, plan=parts.plan, _originals={})
         super().__init__(*args, **kwargs)
         self._originals.clear()
         self._booting = False
-        self._worker = self._make_worker()
+        sharded = None if self.optimizer is None else self.optimizer.sharded
+        self._worker = parts.worker(Criterion(model.loss_fn), sharded)
 
     # ---- how DeepSpeed sets itself up
 
@@ -106,13 +77,13 @@ class ZorseEngine(PipelineEngine):
 
     def _mixed_precision_dtypes(self) -> tuple[torch.dtype, Any]:
         """The dtype of this rank's group, which may differ from the config's."""
-        return self._dtype, super()._mixed_precision_dtypes()[1]
+        return self.parts.dtype, super()._mixed_precision_dtypes()[1]
 
     def _configure_distributed_model(self, model: Any) -> None:
         """A config in float32 casts nothing, but a group may still want to compute in less."""
-        if default_dtype(self._given_config) == "float32" and self._dtype != torch.float32:
+        if self.parts.casts_below_config:
             self._set_client_model(model)
-            self._cast_module_mixed_precision(self._dtype, None, False)
+            self._cast_module_mixed_precision(self.parts.dtype, None, False)
         super()._configure_distributed_model(model)
 
     def _cast_module_mixed_precision(self, *args: Any, **kwargs: Any) -> None:
@@ -124,21 +95,9 @@ class ZorseEngine(PipelineEngine):
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Shard the parameters and set the configured or given optimizer on the shards."""
-        parts = RankParts(
-            self.global_rank,
-            self.plan,
-            self.module.ties,
-            self.module.stage_models,
-            self._world.process_group,
-            self._world.world,
+        sharded = self.parts.sharded_optimizer(
+            client_optimizer, model_parameters, self._configure_basic_optimizer, self._originals
         )
-        if isinstance(client_optimizer, torch.optim.Optimizer):
-            groups = param_groups_of(client_optimizer.param_groups)
-            make = lambda lots: rebound(client_optimizer, lots)  # noqa: E731
-        else:
-            groups = param_groups_of(model_parameters)
-            make = client_optimizer or self._configure_basic_optimizer
-        sharded = build_optimizer(parts, groups, make, self._originals)
         self.basic_optimizer = sharded.inner
         self.optimizer = ZorseOptimizer(sharded, self._loss_scaler())
 
@@ -146,7 +105,7 @@ class ZorseEngine(PipelineEngine):
         """None: DeepSpeed asks for one when there is nothing to train."""
 
     def _loss_scaler(self) -> Any:
-        if not has_float16(self.plan, self._given_config):
+        if not self.parts.scales_losses:
             return None
         return CreateLossScaler(
             dtype=torch.half,
@@ -161,23 +120,6 @@ class ZorseEngine(PipelineEngine):
 
     def clip_fp32_gradients(self) -> None:
         """Clipping is part of the step, by the norm over all ranks."""
-
-    def _make_worker(self) -> Worker:
-        models = self.module.stage_models
-        return Worker(
-            self.global_rank,
-            {stage: StageRunner(model) for stage, model in models.items()},
-            Criterion(self.module.loss_fn),
-            self._world.transport,
-            self.optimizer.sharded if self.optimizer is not None else None,
-            {
-                stage: self._world.process_group(self.plan.group_of_stage(stage).ranks)
-                for stage in models
-            },
-            self._world.world,
-            self.device,
-            boundary_dtypes(self.plan, self._given_config),
-        )
 
     # ---- data
 
@@ -195,7 +137,7 @@ class ZorseEngine(PipelineEngine):
         if kwargs.get("data_sampler") is not None:
             raise DataError("data_sampler was given; expected none, for the plan cuts the batches")
         trains = route == "train"
-        data = self.settings.data
+        data = self.parts.settings.data
         order = SampleOrder(
             num_samples_of(dataset),
             batch_size or self.plan.global_batch_size,
@@ -223,10 +165,10 @@ class ZorseEngine(PipelineEngine):
         try:
             batch = as_batch(next(data_iter), self._collate)
         except StopIteration:
-            agree_on_batch(self._world, None)
+            agree_on_batch(self.parts.world, None)
             raise
         if not isinstance(batch, IndexedBatch):
-            agree_on_batch(self._world, batch)
+            agree_on_batch(self.parts.world, batch)
         return PlacedBatch(batch, self.device, self.batch_fn)
 
     # ---- steps
@@ -269,13 +211,13 @@ class ZorseEngine(PipelineEngine):
     def _exec_schedule(self, schedule: str) -> None:
         batch = self._batch
         if schedule == "evaluate":
-            trace = self._traces.evaluation(batch.num_samples)
+            trace = self.parts.traces.evaluation(batch.num_samples)
             self.report = self._worker.evaluate(trace, batch, self.eval_return_logits)
             self.outputs = self._joined_outputs(trace, self.report)
             self.fwd_outputs = [self._loss_tensor()]
             return
         self.report = self._worker.train(
-            self._traces.training(batch.num_samples),
+            self.parts.traces.training(batch.num_samples),
             batch,
             StepRule(float(self.gradient_clipping()), self.optimizer.cur_scale),
         )
@@ -338,14 +280,14 @@ class ZorseEngine(PipelineEngine):
                 "save_pretrained was called on a model made of a layer list; expected one from "
                 "zorse_ds.from_pretrained"
             )
-        save(folder, self.plan, self.module.stage_models, self._world, self._whole)
+        save(folder, self.plan, self.module.stage_models, self.parts.world, self._whole)
 
     def _whole(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext() if self.optimizer is None else self.optimizer.sharded.whole(stage)
 
     def destroy(self) -> None:
         """End the transport's threads and DeepSpeed's own resources."""
-        self._world.close()
+        self.parts.world.close()
         super().destroy()
 
 

@@ -90,7 +90,7 @@ class ZorsePipelineModule(PipelineModule):
             )
 
     @property
-    def stage_models(self) -> dict[int, nn.Module]:
+    def stage_models(self) -> dict[int, Any]:
         """This rank's stages → their models."""
         return {int(stage): model for stage, model in self.stages.items()}
 

@@ -1,0 +1,127 @@
+"""What an engine is made of besides DeepSpeed, agreed before DeepSpeed's constructor runs."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from deepspeed.utils import log_dist
+from torch import Tensor
+
+from zorse_ds.core.plan import Plan
+from zorse_ds.integrations.deepspeed.agreement import agree_on_config, agree_on_trace
+from zorse_ds.integrations.deepspeed.config import check_config
+from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule
+from zorse_ds.integrations.deepspeed.optimizer import rebound
+from zorse_ds.integrations.deepspeed.param_groups import param_groups_of
+from zorse_ds.integrations.deepspeed.precision import (
+    boundary_dtypes,
+    check_devices,
+    default_dtype,
+    dtype_of_rank,
+    has_float16,
+)
+from zorse_ds.integrations.deepspeed.stepping import stepping_of
+from zorse_ds.integrations.deepspeed.traces import Traces
+from zorse_ds.runtime.assembly import RankParts, build_optimizer
+from zorse_ds.runtime.dist_world import DistWorld
+from zorse_ds.runtime.host_memory import HostMemory
+from zorse_ds.runtime.ledger import MemoryLedger
+from zorse_ds.runtime.losses import Criterion
+from zorse_ds.runtime.optimizer import OptimizerFactory, ShardedOptimizer
+from zorse_ds.runtime.stage import StageRunner
+from zorse_ds.runtime.worker import Worker
+
+
+class EngineParts:
+    """Settings, traces, wires and memory of one rank, and the workers made of them.
+
+    Raises `ConfigError` or `WorldError` on every rank alike. Collective: every rank constructs it.
+    """
+
+    def __init__(self, model: ZorsePipelineModule, config: dict[str, Any]) -> None:
+        agree_on_config(config)
+        self.model = model
+        self.plan: Plan = model.plan
+        self.config = config
+        self.settings = check_config(config, self.plan)
+        stepping = stepping_of(self.settings.optimizer_step, config, self.plan, model.loss_fn)
+        self.traces = Traces(self.plan, model.source.tied_layers, stepping.interleaved)
+        agree_on_trace(self.traces.training(self.plan.global_batch_size).digest)
+        self.device = next(model.parameters(), torch.empty(0)).device
+        self.world = DistWorld(
+            self.plan,
+            model.ties,
+            self.device,
+            self.settings.timeout_s,
+            staged=self.settings.transport == "staged",
+        )
+        self.rank = self.world.rank
+        self.group = self.plan.group_of_rank(self.rank)
+        model.mpu().attach(self.world, self.group.ranks)
+        log_dist(f"zorse: {stepping}", ranks=[0])
+        self.dtype = dtype_of_rank(self.plan, self.rank, config)
+        check_devices(self.world, self.dtype)
+        self.host = HostMemory(self.device) if self.group.offload != "none" else None
+
+    @property
+    def casts_below_config(self) -> bool:
+        """DeepSpeed's config leaves parameters in float32, but the group computes in less."""
+        return default_dtype(self.config) == "float32" and self.dtype != torch.float32
+
+    @property
+    def scales_losses(self) -> bool:
+        """Some group computes in float16."""
+        return has_float16(self.plan, self.config)
+
+    def sharded_optimizer(
+        self,
+        client: Any,
+        model_parameters: Any,
+        from_config: OptimizerFactory,
+        originals: Mapping[str, Tensor],
+    ) -> ShardedOptimizer:
+        """The client's optimizer (or callable), or the config's, on this rank's master shards."""
+        parts = RankParts(
+            self.rank,
+            self.plan,
+            self.model.ties,
+            self.model.stage_models,
+            self.world.process_group,
+            self.world.world,
+            self.host,
+        )
+        if isinstance(client, torch.optim.Optimizer):
+            groups = param_groups_of(client.param_groups)
+            return build_optimizer(parts, groups, lambda lots: rebound(client, lots), originals)
+        groups = param_groups_of(model_parameters)
+        return build_optimizer(parts, groups, client or from_config, originals)
+
+    def worker(self, criterion: Criterion, optimizer: ShardedOptimizer | None) -> Worker:
+        """The worker of this rank."""
+        models = self.model.stage_models
+        groups = {
+            stage: self.world.process_group(self.plan.group_of_stage(stage).ranks)
+            for stage in models
+        }
+        worker = Worker(
+            self.rank,
+            {stage: StageRunner(model, self._saving(model)) for stage, model in models.items()},
+            criterion,
+            self.world.transport,
+            optimizer,
+            groups,
+            self.world.world,
+            self.device,
+            boundary_dtypes(self.plan, self.config),
+        )
+        if self.settings.count_memory and optimizer is not None:
+            worker.ledger = MemoryLedger(optimizer.tensors, self.host)
+        return worker
+
+    def _saving(self, model: Any) -> Callable[[], AbstractContextManager[Any]]:
+        """Where what autograd saves goes: to the host if the group's `offload` says so."""
+        host = self.host
+        if host is None or self.group.offload == "params":
+            return nullcontext
+        return lambda: host.saving(model.parameters())
