@@ -72,3 +72,17 @@ def random_tokens(num_samples: int, length: int, vocabulary: int) -> list[tuple[
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (num_samples, length), generator=generator)
     return [(row, row) for row in tokens]
+
+
+class TokenLoss:
+    """Next-token cross entropy as `(sum, count)`, with a count that is known beforehand."""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+        """Sum over all targets."""
+        predictions = logits[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(predictions, labels[:, 1:].flatten(), reduction="sum")
+        return loss, self.count_targets(labels)
+
+    def count_targets(self, labels: Tensor) -> int:
+        """Every token but each sample's first."""
+        return labels[:, 1:].numel()

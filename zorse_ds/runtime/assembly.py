@@ -190,7 +190,8 @@ def _tied_parameters(
         if places or own_copies:
             group = parts.process_group(tie.ranks)
             some = places[0].bucket.flat if places else own_copies[0].flat
-            tied[tie.index] = TiedParameters(group, places, own_copies, some.data.device)
+            device = some.data.device
+            tied[tie.index] = TiedParameters(group, places, own_copies, device, tie.owner)
     return tied
 
 

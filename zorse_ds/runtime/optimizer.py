@@ -45,11 +45,8 @@ class StepSums:
     """Norm of all gradients as they are, before any factor; not finite if one of them is not."""
     loss_sum: float
     num_targets: float
-
-    @property
-    def is_finite(self) -> bool:
-        """No gradient of any rank is infinite or NaN."""
-        return math.isfinite(self.grad_norm)
+    not_finite: tuple[int, ...]
+    """Stages with a gradient that is infinite or NaN on some rank."""
 
 
 class ShardedOptimizer:
@@ -154,13 +151,8 @@ class ShardedOptimizer:
                 flat.open_grads()
 
     def reduce(self, stage: int) -> None:
-        """Collective over the stage's group; see `Bucket.reduce`.
-
-        A rank without micro-batches has opened no gradients; it adds zeros.
-        """
-        if stage not in self._open:
-            for bucket in self.stages[stage].buckets:
-                bucket.flat.zero_grads()
+        """Collective over the stage's group; see `Bucket.reduce`."""
+        self._zero_unless_open(stage)
         for bucket in self.stages[stage].buckets:
             bucket.reduce()
         squares = (bucket.sum_of_squares() for bucket in self.stages[stage].buckets)
@@ -176,15 +168,20 @@ class ShardedOptimizer:
         A tie whose parameters are frozen is not in `ties`, on any rank.
         """
         if tie in self.ties:
+            if self.ties[tie].owner in self.stages:
+                self._zero_unless_open(self.ties[tie].owner)
             self.ties[tie].reduce_grads()
 
-    def agree(self, loss_sum: float, num_targets: float, device: torch.device) -> StepSums:
+    def agree(
+        self, loss_sum: float, num_targets: float, num_stages: int, device: torch.device
+    ) -> StepSums:
         """Collective over the world, on the rank's device: the sums that decide about the step."""
-        squares = sum(self._squares.values())
-        sums = torch.tensor([squares, loss_sum, num_targets], dtype=torch.float64, device=device)
+        own = [self._squares.get(stage, 0.0) for stage in range(num_stages)]
+        sums = torch.tensor([*own, loss_sum, num_targets], dtype=torch.float64, device=device)
         self._world.all_reduce(sums)
-        squares, loss_sum, num_targets = sums.tolist()
-        return StepSums(math.sqrt(squares), loss_sum, num_targets)
+        *squares, loss_sum, num_targets = sums.tolist()
+        not_finite = (stage for stage, own in enumerate(squares) if not math.isfinite(own))
+        return StepSums(math.sqrt(sum(squares)), loss_sum, num_targets, tuple(not_finite))
 
     def step(self, stage: int, factor: float) -> None:
         """Collective over the stage's group: scale gradients by `factor`, update, gather."""
@@ -207,6 +204,13 @@ class ShardedOptimizer:
         """Collective over the tie's ranks: the owner's new values go to all copies."""
         if tie in self.ties:
             self.ties[tie].broadcast_values()
+
+    def _zero_unless_open(self, stage: int) -> None:
+        """A rank without micro-batches has opened no gradients; it adds zeros."""
+        if stage not in self._open:
+            self._open.add(stage)
+            for bucket in self.stages[stage].buckets:
+                bucket.flat.zero_grads()
 
     def _hide_other_grads(self, stage: int) -> list[tuple[Bucket, Tensor | None]]:
         """Optimizers leave alone what has no gradient: so one stage steps at a time."""

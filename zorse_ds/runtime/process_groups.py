@@ -15,7 +15,7 @@ from zorse_ds.core.shards import ShardLayout
 from zorse_ds.ranges import Range, apportion, consecutive
 
 ReduceOp = Literal["sum", "max"]
-BUCKET_NUMEL = 4 * 1024 * 1024
+BUCKET_NUMEL = 1024 * 1024
 """Elements that a reduction holds at once beside its input: bounds its extra memory."""
 
 

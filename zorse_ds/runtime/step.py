@@ -58,6 +58,8 @@ class Outcome:
     skipped: str | None
     factor: float
     """What accumulated gradients are multiplied by for the update."""
+    not_finite: tuple[int, ...] = ()
+    """See `StepReport.not_finite`."""
 
 
 class ForwardStep:
@@ -230,6 +232,7 @@ class TrainingStep(ForwardStep):
         """
         count = self.worker.criterion.count_targets
         if count is None:
+            assert not self.trace.interleaved, "interleaved steps need a loss with count_targets"
             return
         own = 0
         for micro_batch in self.trace.layout.micro_batches[at.index]:
@@ -274,8 +277,9 @@ class TrainingStep(ForwardStep):
 
     def decide(self, at: CollectiveInstruction) -> None:
         """Collective over the world: loss, norm, and whether and by which factor to update."""
+        num_stages = self.trace.layout.num_stages
         sums = self.worker.trained.agree(
-            self.losses.total, self.losses.num_targets, self.worker.device
+            self.losses.total, self.losses.num_targets, num_stages, self.worker.device
         )
         self._check_count(int(sums.num_targets))
         count = int(sums.num_targets)
@@ -286,8 +290,10 @@ class TrainingStep(ForwardStep):
         norm = sums.grad_norm * unit
         clip = self.rule.clip_norm
         factor = unit * min(1.0, clip / (norm + 1e-6)) if clip else unit
-        skipped = None if sums.is_finite else "overflow"
-        self.outcome = Outcome(sums.loss_sum / count, count, norm, skipped, factor)
+        enough = num_stages if self.trace.interleaved else 1
+        skipped = "overflow" if len(sums.not_finite) >= enough else None
+        loss = sums.loss_sum / count
+        self.outcome = Outcome(loss, count, norm, skipped, factor, sums.not_finite)
 
     def _check_count(self, found: int) -> None:
         """What was counted before the first backward must be what the losses then said."""

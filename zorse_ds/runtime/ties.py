@@ -61,7 +61,7 @@ class TiedCopy:
 
 
 class TiedParameters:
-    """One tie as one rank sees it.
+    """One tie, owned by stage `owner`, as one rank sees it.
 
     `places` is set on ranks of the owning group, by name; `copies` are those of the rank's other
     stages. All ranks of `process_group` construct it and call its methods together.
@@ -73,7 +73,9 @@ class TiedParameters:
         places: Sequence[OwnedPlace],
         copies: Sequence[TiedCopy],
         device: torch.device,
+        owner: int,
     ) -> None:
+        self.owner = owner
         self._group = process_group
         self._places = tuple(places)
         self._copies = tuple(copies)

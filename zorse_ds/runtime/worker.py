@@ -34,6 +34,9 @@ class StepReport:
     timeline: Timeline
     memory: MemoryReport | None = None
     """Where the worker keeps a ledger."""
+    not_finite: tuple[int, ...] = ()
+    """Stages with an infinite or NaN gradient. They alone made no update where stages step as soon
+    as their backward ends; else nobody did, and `skipped` is "overflow"."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """Last stage's outputs by micro-batch, where they were asked for."""
 
@@ -90,6 +93,7 @@ class Worker:
             outcome.skipped,
             timeline,
             self._memory_report(),
+            outcome.not_finite,
         )
 
     def evaluate(self, trace: Trace, batch: Batch, keep_outputs: bool = False) -> StepReport:
@@ -99,7 +103,7 @@ class Worker:
             timeline = self._execute(trace, step)
         loss, count = step.agreed_loss()
         memory = self._memory_report()
-        return StepReport(loss, count, float("nan"), None, timeline, memory, step.outputs)
+        return StepReport(loss, count, float("nan"), None, timeline, memory, outputs=step.outputs)
 
     def _memory_report(self) -> MemoryReport | None:
         return None if self.ledger is None else self.ledger.report

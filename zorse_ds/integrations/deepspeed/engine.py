@@ -225,8 +225,16 @@ class ZorseEngine(PipelineEngine):
         # DeepSpeed counts full batches. Corrected first: monitors want samples that never decrease.
         self.global_samples += batch.num_samples - self.train_batch_size()
         self._exec_optimizer_step()
-        if self.report.skipped and self.global_rank == 0:
-            logger.warning(f"step {self.global_steps} made no update: {self.report.skipped}")
+        self._warn_of_what_did_not_step(self.report)
+
+    def _warn_of_what_did_not_step(self, report: StepReport) -> None:
+        if self.global_rank != 0:
+            return
+        if report.skipped:
+            logger.warning(f"step {self.global_steps} made no update: {report.skipped}")
+        elif report.not_finite:
+            stages = ", ".join(map(str, report.not_finite))
+            logger.warning(f"step {self.global_steps} left out stages {stages}: overflow")
 
     def _aggregate_total_loss(self) -> Tensor:
         return self._loss_tensor()
