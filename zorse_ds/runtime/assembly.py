@@ -37,6 +37,9 @@ class StageModel(Protocol):
     def global_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Every parameter once, under the name it has in the whole model."""
 
+    def buffers(self) -> Iterator[Tensor]:
+        """Every tensor that is no parameter."""
+
     def tie_of(self, name: str) -> int | None:
         """Which of the model's sets of shared parameters a parameter belongs to."""
 
@@ -80,7 +83,8 @@ def build_optimizer(
     `originals` holds full-precision values of parameters that were cast before. Collective: all
     ranks of the plan; afterwards copies of one parameter are equal on all ranks.
     """
-    _share_frozen(parts, groups)
+    with torch.no_grad():
+        _share_initial(parts, originals or {})
     group_of: dict[int, int] = {}
     stages: dict[int, StageParameters] = {}
     copies: dict[int, list[TiedCopy]] = {}
@@ -107,7 +111,7 @@ def build_optimizer(
         parts.world,
         parts.host,
     )
-    _equalise(optimizer)
+    _share_tied(optimizer)
     return optimizer
 
 
@@ -212,24 +216,34 @@ def _places_of(
     return [place for _, place in sorted(found, key=lambda item: item[0])]
 
 
-def _equalise(optimizer: ShardedOptimizer) -> None:
-    """Every rank starts from its owners' values, however they were made."""
+def _share_tied(optimizer: ShardedOptimizer) -> None:
+    """Copies of tied parameters start from their owner's values."""
     with torch.no_grad():
-        for bucket in optimizer.buckets:
-            bucket.share_initial()
         for tie in sorted(optimizer.ties):
             optimizer.broadcast_tied(tie)
 
 
-def _share_frozen(parts: RankParts, groups: ParamGroups) -> None:
-    """Parameters that nobody trains: a group's ranks take those of its first."""
+def _share_initial(parts: RankParts, originals: Mapping[str, Tensor]) -> None:
+    """A group's ranks take parameters and buffers from its first, however each made its own.
+
+    Values in full precision are shared where there are some, and parameters rounded from them.
+    """
     for stage in parts.plan.stages_of_rank(parts.rank):
         ranks = parts.plan.group_of_stage(stage).ranks
-        first_has_all = [float(rank == ranks[0]) for rank in ranks]
-        for _, parameter in parts.models[stage].global_parameters():
-            trained = parameter.requires_grad and groups.index_of(parameter) is not None
-            if not trained and len(ranks) > 1:
-                flat = parameter.detach().reshape(-1)
-                layout = shard_layout(flat.numel(), ranks, first_has_all)
-                gather_shards(parts.process_group(ranks), flat, layout)
-                parameter.data.copy_(flat.view_as(parameter))
+        if len(ranks) == 1:
+            continue
+        group = parts.process_group(ranks)
+        model = parts.models[stage]
+        for name, parameter in model.global_parameters():
+            source = originals.get(name, parameter.detach())
+            _take_from_first(group, source)
+            parameter.data.copy_(source)
+        for buffer in model.buffers():
+            _take_from_first(group, buffer)
+
+
+def _take_from_first(group: ProcessGroup, tensor: Tensor) -> None:
+    flat = tensor.reshape(-1)
+    first_has_all = [float(rank == group.ranks[0]) for rank in group.ranks]
+    gather_shards(group, flat, shard_layout(flat.numel(), group.ranks, first_has_all))
+    tensor.copy_(flat.view_as(tensor))

@@ -76,19 +76,6 @@ class Bucket:
         if self.zero_level in (1, 2):
             gather_shards(self._group, self.flat.data, self.layout)
 
-    def share_initial(self) -> None:
-        """Collective over the group: every rank takes each shard from its owner.
-
-        A master that is a copy and spans the whole vector needs the same.
-        """
-        if self.sharded is not None:
-            return
-        gather_shards(self._group, self.flat.data, self.layout)
-        if self.zero_level == 0 and self.master_is_separate:
-            whole = self.master.detach().to(self.flat.data.device)
-            gather_shards(self._group, whole, self.layout)
-            self.master.data.copy_(whole)
-
     @property
     def master_is_separate(self) -> bool:
         """The master has memory of its own beside the parameters'."""

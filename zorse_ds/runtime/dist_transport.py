@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zorse_ds.errors import TransportError
 from zorse_ds.runtime.channels import Arriving, Channel, GlooChannel, Sending
+from zorse_ds.runtime.failures import reason_of, wires
 from zorse_ds.runtime.transport import Receive
 from zorse_ds.runtime.values import Message
 from zorse_ds.runtime.wire import (
@@ -74,13 +75,14 @@ class DistTransport:
     def send(self, boundary: int, peer: int, tag: int, message: Message) -> None:
         """See `Transport.send`."""
         frame, rest = header_frames(encode_header(message))
-        self._leaving.put(self._control.isend(frame, peer, _PARTS * tag))
-        if rest is not None:
-            self._leaving.put(self._control.isend(rest, peer, _PARTS * tag + 1))
         payload = payload_of(message)
-        if payload is not None:
-            channel = self._channel_of(boundary, peer, tag)
-            self._leaving.put(channel.isend(payload, peer, _PARTS * tag + 2))
+        with wires(self._rank, "send a message", [peer]):
+            self._leaving.put(self._control.isend(frame, peer, _PARTS * tag))
+            if rest is not None:
+                self._leaving.put(self._control.isend(rest, peer, _PARTS * tag + 1))
+            if payload is not None:
+                channel = self._channel_of(boundary, peer, tag)
+                self._leaving.put(channel.isend(payload, peer, _PARTS * tag + 2))
 
     def take(self, tag: int) -> Message:
         """See `Transport.take`."""
@@ -90,8 +92,9 @@ class DistTransport:
             return fill(message, arriving.wait() if arriving is not None else None)
         except (RuntimeError, TimeoutError) as error:
             raise TransportError(
-                f"rank {self._rank} waited up to {self._timeout_s:g} s for {receive.text}, but "
-                f"rank {receive.peer} did not deliver ({_first_line(error)}); expected it alive"
+                f"rank {self._rank} waited in vain for {receive.text}, which rank {receive.peer} "
+                f"did not deliver within zorse.timeout_s, {self._timeout_s:g} s "
+                f"({reason_of(error)}); expected it alive"
             ) from error
 
     def end(self) -> None:
@@ -106,7 +109,7 @@ class DistTransport:
         except (RuntimeError, TimeoutError) as error:
             raise TransportError(
                 f"rank {self._rank} could not deliver all its messages within "
-                f"{self._timeout_s:g} s ({_first_line(error)}); expected the receiving ranks alive"
+                f"{self._timeout_s:g} s ({reason_of(error)}); expected the receiving ranks alive"
             ) from error
 
     def close(self) -> None:
@@ -122,7 +125,7 @@ class DistTransport:
             try:
                 self._inbox.put(receive.tag, self._announced(receive))
             except RuntimeError as error:
-                self._inbox.fail(error)
+                self._inbox.fail(RuntimeError(f"rank {receive.peer}: {reason_of(error)}"))
                 return
 
     def _announced(self, receive: Receive) -> tuple[Message, Arriving | None]:
@@ -179,10 +182,6 @@ class _Inbox:
     def raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0].split("] ")[-1][:120]
 
 
 def all_gloo(control: GlooChannel) -> Callable[[int, int, int], Channel]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from zorse_ds.core.plan import Plan
 from zorse_ds.runtime.channels import Channel, GlooChannel, NcclChannel, StagedChannel
 from zorse_ds.runtime.dist_transport import DistTransport, all_gloo, edge_channels
+from zorse_ds.runtime.failures import wires
 from zorse_ds.runtime.process_groups import TorchProcessGroup
 from zorse_ds.schedule.trace import Tie
 
@@ -49,7 +50,8 @@ class DistWorld:
     def gather_objects(self, value: object) -> list[object]:
         """Collective: every rank's value, by rank."""
         values: list[object] = [None] * len(self._ranks)
-        dist.all_gather_object(values, value, group=self.control)
+        with wires(self.rank, "agree", self._ranks):
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zorse_ds.ranges import Range, consecutive
+from zorse_ds.ranges import consecutive
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,6 @@ class FlatParameters:
         self.grad = None
         for parameter in self.parameters:
             parameter.grad = None
-
-    def window_of(self, name: str) -> Range:
-        """Where a parameter lies in the flat vector."""
-        return self.windows[self.names.index(name)]
 
     def _bind(self) -> None:
         for parameter, window, shape in zip(

@@ -1,5 +1,6 @@
 """Losses as sums: each micro-batch contributes a sum, the step divides once."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +26,19 @@ class Criterion:
         count_targets = getattr(loss_fn, "count_targets", None)
         self.count_targets: Callable[[Any], int] | None = count_targets
 
-    def __call__(self, outputs: Any, labels: Any, num_samples: int) -> tuple[Tensor, int]:
-        """The loss summed over targets (0-dim), and their number."""
+    def __call__(self, outputs: Any, labels: Any, num_samples: int) -> tuple[Tensor, float]:
+        """The loss summed over targets (0-dim), and their number, which may be a sum of weights.
+
+        Raises `ModelError` for anything else that a loss function may return.
+        """
         result = outputs if self._loss_fn is None else self._loss_fn(outputs, labels)
         if isinstance(result, Tensor) and result.numel() == 1:
             return result.reshape(()) * num_samples, num_samples
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
             loss_sum, count = result
-            return loss_sum.reshape(()), int(count)
+            if loss_sum.numel() == 1:
+                return loss_sum.reshape(()), _checked_count(count)
+            result = loss_sum
         shape = list(result.shape) if isinstance(result, Tensor) else None
         found = f"a tensor of shape {shape}" if shape is not None else f"a {type(result).__name__}"
         raise ModelError(
@@ -41,14 +47,25 @@ class Criterion:
         )
 
 
+def _checked_count(count: Any) -> float:
+    is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
+    number = float(count) if is_number else math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise ModelError(
+            f"the loss function returned {count!r} as its number of targets; expected a number of "
+            "at least 0"
+        )
+    return number
+
+
 class LossSum:
     """Sum of losses and number of targets of one rank's micro-batches in a step."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
-        self.num_targets = 0
+        self.num_targets = 0.0
 
-    def add(self, loss_sum: Tensor, count: int) -> None:
+    def add(self, loss_sum: Tensor, count: float) -> None:
         """Add a micro-batch; one without targets adds nothing, whatever its loss says."""
         if count:
             self._losses.append(loss_sum.detach())

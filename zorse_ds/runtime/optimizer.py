@@ -18,6 +18,7 @@ from zorse_ds.runtime.bucket import Bucket
 from zorse_ds.runtime.flat import FlatParameters, NamedParameter
 from zorse_ds.runtime.host_memory import HostMemory
 from zorse_ds.runtime.ledger import Purpose
+from zorse_ds.runtime.losses import LossSum
 from zorse_ds.runtime.process_groups import ProcessGroup
 from zorse_ds.runtime.sharded import ShardedFlat
 from zorse_ds.runtime.ties import TiedParameters
@@ -45,6 +46,8 @@ class StepSums:
     """Norm of all gradients as they are, before any factor; not finite if one of them is not."""
     loss_sum: float
     num_targets: float
+    miscounted: float
+    """By how much `count_targets` was wrong, over all ranks."""
     not_finite: tuple[int, ...]
     """Stages with a gradient that is infinite or NaN on some rank."""
 
@@ -139,8 +142,10 @@ class ShardedOptimizer:
         """Collective over the stage's group: its parameters are whole inside the `with`."""
         self.start_gather(stage)
         self.finish_gather(stage)
-        yield
-        self.drop(stage)
+        try:
+            yield
+        finally:
+            self.drop(stage)
 
     def open_grads(self, stage: int) -> None:
         """Zero a stage's gradients before its first backward of a step."""
@@ -173,15 +178,16 @@ class ShardedOptimizer:
             self.ties[tie].reduce_grads()
 
     def agree(
-        self, loss_sum: float, num_targets: float, num_stages: int, device: torch.device
+        self, losses: LossSum, miscounted: float, num_stages: int, device: torch.device
     ) -> StepSums:
         """Collective over the world, on the rank's device: the sums that decide about the step."""
         own = [self._squares.get(stage, 0.0) for stage in range(num_stages)]
-        sums = torch.tensor([*own, loss_sum, num_targets], dtype=torch.float64, device=device)
+        own += [losses.total, losses.num_targets, miscounted]
+        sums = torch.tensor(own, dtype=torch.float64, device=device)
         self._world.all_reduce(sums)
-        *squares, loss_sum, num_targets = sums.tolist()
-        not_finite = (stage for stage, own in enumerate(squares) if not math.isfinite(own))
-        return StepSums(math.sqrt(sum(squares)), loss_sum, num_targets, tuple(not_finite))
+        *squares, loss_sum, num_targets, miscounted = sums.tolist()
+        not_finite = tuple(at for at, own in enumerate(squares) if not math.isfinite(own))
+        return StepSums(math.sqrt(sum(squares)), loss_sum, num_targets, miscounted, not_finite)
 
     def step(self, stage: int, factor: float) -> None:
         """Collective over the stage's group: scale gradients by `factor`, update, gather."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zorse_ds.core.shards import ShardLayout
 from zorse_ds.ranges import Range, apportion, consecutive
+from zorse_ds.runtime.failures import wires
 
 ReduceOp = Literal["sum", "max"]
 BUCKET_NUMEL = 1024 * 1024
@@ -65,14 +66,20 @@ class Arrived:
 class _Works:
     """Collectives under way, and what they read until they end."""
 
-    def __init__(self, works: Sequence[dist.Work | None], source: Tensor | None = None) -> None:
-        self._works, self._source = works, source
+    def __init__(
+        self,
+        group: ProcessGroup,
+        works: Sequence[dist.Work | None],
+        source: Tensor | None = None,
+    ) -> None:
+        self._group, self._works, self._source = group, works, source
 
     def wait(self) -> None:
         """See `Gathering.wait`."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        with wires(self._group.rank, "gather shards", self._group.ranks):
+            for work in self._works:
+                if work is not None:
+                    work.wait()
         self._source = None
 
 
@@ -89,7 +96,8 @@ class TorchProcessGroup:
         """See `ProcessGroup.all_reduce`."""
         if len(self.ranks) > 1:
             ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-            dist.all_reduce(tensor, op=ops[op], group=self.handle)
+            with wires(self.rank, "reduce", self.ranks):
+                dist.all_reduce(tensor, op=ops[op], group=self.handle)
 
     def start_gather(self, flat: Tensor, layout: ShardLayout) -> Gathering:
         """See `ProcessGroup.start_gather`.
@@ -103,13 +111,14 @@ class TorchProcessGroup:
         if self._backend == "nccl" and len(set(layout.sizes)) == 1:
             source = flat[own.as_slice()].clone()
             work = dist.all_gather_into_tensor(flat, source, group=self.handle, async_op=True)
-            return _Works([work], source)
-        works = [
-            dist.broadcast(flat[shard.as_slice()], src=owner, group=self.handle, async_op=True)
-            for owner, shard in zip(layout.ranks, layout.shards, strict=True)
-            if shard.size
-        ]
-        return _Works(works)
+            return _Works(self, [work], source)
+        with wires(self.rank, "gather shards", self.ranks):
+            works = [
+                dist.broadcast(flat[shard.as_slice()], src=owner, group=self.handle, async_op=True)
+                for owner, shard in zip(layout.ranks, layout.shards, strict=True)
+                if shard.size
+            ]
+        return _Works(self, works)
 
     def reduce_shards(self, flat: Tensor, layout: ShardLayout) -> Tensor:
         """See `ProcessGroup.reduce_shards`.
@@ -124,7 +133,8 @@ class TorchProcessGroup:
             shard = flat.new_empty(own.size)
             dist.reduce_scatter_tensor(shard, flat, group=self.handle)
             return shard
-        return self._exchange_and_sum(flat, layout)
+        with wires(self.rank, "reduce shards", self.ranks):
+            return self._exchange_and_sum(flat, layout)
 
     def _exchange_and_sum(self, flat: Tensor, layout: ShardLayout) -> Tensor:
         me = layout.ranks.index(self.rank)

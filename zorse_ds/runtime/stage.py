@@ -1,7 +1,7 @@
 """One pipeline stage on one rank: micro-batches forward and backward through its layers."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from zorse_ds.errors import ModelError
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.values import Leaf, Message, cut, flatten, merge, unflatten, unpad
 
@@ -95,7 +96,7 @@ class StageRunner:
 
     def forward(self, micro_batch: int, value: Any) -> Any:
         """Run the layers; the outputs are kept until `drop_outputs`."""
-        with self.saving():
+        with self.saving(), _in_place_explained():
             output = self.forward_fn(value)
         held = self.held[micro_batch]
         held.structure, held.outputs = flatten(output)
@@ -128,6 +129,10 @@ class StageRunner:
         if roots:
             torch.autograd.backward(roots, seeds)
 
+    def has_grad(self, micro_batch: int) -> bool:
+        """Some output of a micro-batch depends on what is trained."""
+        return any(root is not None for root in self.held[micro_batch].roots)
+
     def backward_from_loss(self, micro_batch: int, loss: Tensor | None) -> None:
         """Propagate from the scaled loss; `None` when the micro-batch has no target."""
         if loss is not None and loss.requires_grad:
@@ -149,6 +154,20 @@ class StageRunner:
     def release(self, micro_batch: int) -> None:
         """Forget a micro-batch."""
         del self.held[micro_batch]
+
+
+@contextmanager
+def _in_place_explained() -> Iterator[None]:
+    """A stage's input is a leaf of its graph, which a layer must not overwrite."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        raise ModelError(
+            "a stage begins with a layer that overwrites its input (inplace=True); expected one "
+            "that does not, or a cut elsewhere"
+        ) from error
 
 
 def _shapes(message: Message) -> list[tuple[int, ...] | None]:

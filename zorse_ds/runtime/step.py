@@ -52,7 +52,7 @@ class Outcome:
     """What all ranks agreed on at the end of a training step."""
 
     loss: float
-    num_targets: int
+    num_targets: float
     grad_norm: float
     """Of the true gradients, before clipping."""
     skipped: str | None
@@ -141,13 +141,13 @@ class ForwardStep:
         """One more receive may be under way; who needs the message waits for it."""
         self.worker.transport.reached()
 
-    def agreed_loss(self) -> tuple[float, int]:
+    def agreed_loss(self) -> tuple[float, float]:
         """Collective over the world: mean loss (NaN without targets) and number of targets."""
         local = [self.losses.total, float(self.losses.num_targets)]
         sums = torch.tensor(local, dtype=torch.float64, device=self.worker.device)
         self.worker.world.all_reduce(sums)
         loss_sum, count = sums.tolist()
-        return (loss_sum / count if count else float("nan")), int(count)
+        return (loss_sum / count if count else float("nan")), count
 
     def samples(self, at: ComputeInstruction) -> Range:
         """The samples of the global batch that an instruction works on."""
@@ -191,7 +191,7 @@ class ForwardStep:
         self.losses.add(loss_sum, count)
         self._loss_made(at, loss_sum, count)
 
-    def _loss_made(self, at: ComputeInstruction, loss_sum: Tensor, count: int) -> None:
+    def _loss_made(self, at: ComputeInstruction, loss_sum: Tensor, count: float) -> None:
         """Evaluation needs the sum alone."""
 
     def _after_forward(self, at: ComputeInstruction) -> None:
@@ -206,7 +206,9 @@ class TrainingStep(ForwardStep):
         self.rule = rule
         self.divisor = float(trace.plan.global_batch_size)
         """What losses are divided by for backward; the update corrects it if targets differ."""
-        self.counted: int | None = None
+        self.own_counted: float | None = None
+        """Targets of this rank's micro-batches, counted before the first backward."""
+        self.counted: float | None = None
         """Targets of the step, on ranks that know them before the first backward."""
         self.roots: dict[int, Tensor | None] = {}
         self.outcome = Outcome(float("nan"), 0, float("nan"), None, 1.0)
@@ -234,16 +236,17 @@ class TrainingStep(ForwardStep):
         if count is None:
             assert not self.trace.interleaved, "interleaved steps need a loss with count_targets"
             return
-        own = 0
+        own = 0.0
         for micro_batch in self.trace.layout.micro_batches[at.index]:
             if micro_batch.rank == self.worker.rank:
                 self.loaded[micro_batch.index] = self.batch.load(micro_batch.samples)
                 own += count(self.loaded[micro_batch.index][1])
-        total = torch.tensor([float(own)], dtype=torch.float64, device=self.worker.device)
+        self.own_counted = own
+        total = torch.tensor([own], dtype=torch.float64, device=self.worker.device)
         interleaved = self.trace.interleaved
         (self.worker.world if interleaved else self.worker.groups[at.index]).all_reduce(total)
-        self.counted = int(total)
-        self.divisor = max(1.0, float(total))
+        self.counted = float(total)
+        self.divisor = self.counted or 1.0
 
     def backward(self, at: ComputeInstruction) -> None:
         """Join arrived gradients, go back through the layers, cut what leaves."""
@@ -278,15 +281,19 @@ class TrainingStep(ForwardStep):
     def decide(self, at: CollectiveInstruction) -> None:
         """Collective over the world: loss, norm, and whether and by which factor to update."""
         num_stages = self.trace.layout.num_stages
-        sums = self.worker.trained.agree(
-            self.losses.total, self.losses.num_targets, num_stages, self.worker.device
-        )
-        self._check_count(int(sums.num_targets))
-        count = int(sums.num_targets)
+        counted = self.losses.num_targets if self.own_counted is None else self.own_counted
+        miscounted = abs(counted - self.losses.num_targets)
+        sums = self.worker.trained.agree(self.losses, miscounted, num_stages, self.worker.device)
+        count = sums.num_targets
+        if sums.miscounted > 1e-6 * count:
+            raise ModelError(
+                f"count_targets and the loss function differ by {sums.miscounted:g} targets in one "
+                "step; expected the same number from both"
+            )
         if not count:
             self.outcome = Outcome(float("nan"), 0, 0.0, "no targets", 0.0)
             return
-        unit = self.divisor_of_all(sums.num_targets) / (sums.num_targets * self.rule.loss_scale)
+        unit = self.divisor_of_all(count) / (count * self.rule.loss_scale)
         norm = sums.grad_norm * unit
         clip = self.rule.clip_norm
         factor = unit * min(1.0, clip / (norm + 1e-6)) if clip else unit
@@ -294,14 +301,6 @@ class TrainingStep(ForwardStep):
         skipped = "overflow" if len(sums.not_finite) >= enough else None
         loss = sums.loss_sum / count
         self.outcome = Outcome(loss, count, norm, skipped, factor, sums.not_finite)
-
-    def _check_count(self, found: int) -> None:
-        """What was counted before the first backward must be what the losses then said."""
-        if self.counted not in (None, found):
-            raise ModelError(
-                f"count_targets gives {self.counted} targets for the step, the loss function "
-                f"{found}; expected the same number"
-            )
 
     def divisor_of_all(self, num_targets: float) -> float:
         """The divisor that the last stage used, as every rank can tell it."""
@@ -322,13 +321,23 @@ class TrainingStep(ForwardStep):
 
     def _step_at_once(self, stage: int) -> None:
         """Collective over the stage's group: update unless its own gradients forbid it."""
+        assert self.rule == StepRule(), "clipping and loss scaling need the norm of all stages"
         squares = torch.tensor([self.worker.trained.squares(stage)], dtype=torch.float64)
         squares = squares.to(self.worker.device)
         self.worker.groups[stage].all_reduce(squares)
         if self.counted and bool(torch.isfinite(squares)):
             self.worker.trained.step(stage, 1.0)
 
-    def _loss_made(self, at: ComputeInstruction, loss_sum: Tensor, count: int) -> None:
+    def _loss_made(self, at: ComputeInstruction, loss_sum: Tensor, count: float) -> None:
+        if (
+            count
+            and not loss_sum.requires_grad
+            and self.worker.runners[at.stage].has_grad(at.micro_batch)
+        ):
+            raise ModelError(
+                "the loss has no gradient although the outputs have one; expected a loss made of "
+                "them by differentiable operations"
+            )
         scale = self.rule.loss_scale / self.divisor
         self.roots[at.micro_batch] = loss_sum * scale if count else None
 

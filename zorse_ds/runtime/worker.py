@@ -26,7 +26,8 @@ class StepReport:
 
     loss: float
     """Mean over the targets of the whole global batch; NaN when it has none."""
-    num_targets: int
+    num_targets: float
+    """Unmasked targets, or the sum of their weights."""
     grad_norm: float
     """Before clipping; NaN in evaluation."""
     skipped: str | None

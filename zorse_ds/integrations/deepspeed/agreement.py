@@ -6,7 +6,8 @@ Each function raises on every rank or on none, so nobody waits for a rank that g
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -24,14 +25,36 @@ _OWN_TO_A_RANK = ("tensorboard", "wandb", "csv_monitor", "comet")
 """Sections of the config that may differ: one rank writes, and paths may be a host's own."""
 
 
-def agree_on_model(plan: Plan, layer_names: Sequence[str]) -> None:
-    """Collective: raise `WorldError` if a rank has another plan, model or version."""
+@contextmanager
+def together(doing: str) -> Iterator[None]:
+    """Collective: what fails inside on one rank fails on all, so that nobody waits for it.
+
+    The rank itself raises its own error, the others a `WorldError` that tells it.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    told = None if problem is None else f"{type(problem).__name__}: {problem}".split("\n")[0]
+    facts = _gathered(told)
+    if problem is not None:
+        raise problem
+    failed = {rank: fact for rank, fact in enumerate(facts) if fact is not None}
+    if failed:
+        rank, fact = next(iter(failed.items()))
+        raise WorldError(f"{doing} failed on ranks {list(failed)}; rank {rank} says {fact}")
+
+
+def agree_on_model(plan: Plan, layer_names: Sequence[str], fingerprint: str) -> None:
+    """Collective: raise `WorldError` if a rank has another plan, model, weights or version."""
     _agree(
         {
             "torch version": torch.__version__,
             "deepspeed version": deepspeed.__version__,
             "plan": json.dumps(plan.to_dict(), sort_keys=True),
             "pipeline layers": " ".join(layer_names),
+            "model's files": fingerprint,
         }
     )
 
@@ -48,6 +71,26 @@ def agree_on_config(config: Mapping[str, Any]) -> None:
     )
 
 
+def agree_on_data(dataset: Any) -> None:
+    """Collective: raise `WorldError` if a rank has another training set: size or some samples.
+
+    Samples that a rank itself does not read twice alike (augmentation) are not compared.
+    """
+    _agree({"training_data": _facts_of_data(dataset)})
+
+
+def _facts_of_data(dataset: Any) -> str:
+    if dataset is None:
+        return "none"
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
+        return type(dataset).__name__
+    ids = sorted({0, len(dataset) // 2, len(dataset) - 1})
+    if isinstance(dataset, dict):
+        return f"dict of {len(dataset)}"
+    first, again = (_checksum([dataset[i] for i in ids]) for _ in range(2))
+    return f"{len(dataset)} samples, {f'checksum {first:08x}' if first == again else 'random'}"
+
+
 def agree_on_trace(digest: str) -> None:
     """Collective: raise `WorldError` if a rank compiled another trace."""
     _agree({"trace digest": digest})
@@ -58,7 +101,7 @@ def agree_on_batch(world: DistWorld, batch: SampleBatch | CollatedBatch | None) 
 
     `batch` is None where the iterator ended. Raises `DataError`.
     """
-    own = (0, 0) if batch is None else (batch.num_samples, _checksum(batch))
+    own = (0, 0) if batch is None else (batch.num_samples, _checksum(batch.value))
     facts: list[Any] = world.gather_objects(own)
     sizes = [size for size, _ in facts]
     ended = [rank for rank, size in enumerate(sizes) if not size]
@@ -79,9 +122,9 @@ def agree_on_batch(world: DistWorld, batch: SampleBatch | CollatedBatch | None) 
         )
 
 
-def _checksum(batch: SampleBatch | CollatedBatch) -> int:
-    """Of all values of a batch: random batches that differ are as good as sure to be found."""
-    return zlib.crc32(json.dumps(batch.value, default=_stand_in, skipkeys=True).encode())
+def _checksum(value: Any) -> int:
+    """Of all values in it: random batches that differ are as good as sure to be found."""
+    return zlib.crc32(json.dumps(value, default=_stand_in, skipkeys=True).encode())
 
 
 def _stand_in(value: Any) -> Any:
@@ -95,14 +138,19 @@ def _stand_in(value: Any) -> Any:
 
 
 def _agree(own: dict[str, str]) -> None:
+    facts = _gathered(own)
+    for key in dict.fromkeys(key for fact in facts for key in fact):
+        if any(fact.get(key) != facts[0].get(key) for fact in facts):
+            raise WorldError(_disagreement(key, [fact.get(key) for fact in facts]))
+
+
+def _gathered(own: Any) -> list[Any]:
     facts: list[Any] = [None] * dist.get_world_size()
     # A group of its own on the host: the process groups of a plan do not exist yet.
     group = dist.new_group(backend="gloo")
     dist.all_gather_object(facts, own, group=group)
     dist.destroy_process_group(group)
-    for key in dict.fromkeys(key for fact in facts for key in fact):
-        if any(fact.get(key) != facts[0].get(key) for fact in facts):
-            raise WorldError(_disagreement(key, [fact.get(key) for fact in facts]))
+    return facts
 
 
 def _disagreement(key: str, values: Sequence[str | None]) -> str:

@@ -53,7 +53,7 @@ class ZorseEngine(PipelineEngine):
             raise ModelError(
                 f"ZorseEngine was given a {type(model).__name__}; expected a ZorsePipelineModule"
             )
-        parts = EngineParts(model, config)
+        parts = EngineParts(model, config, kwargs.get("training_data"))
         self.__dict__.update(parts=parts, plan=parts.plan, _originals={})
         super().__init__(*args, **kwargs)
         self._originals.clear()

@@ -9,9 +9,13 @@ from deepspeed.utils import log_dist
 from torch import Tensor
 
 from zorse_ds.core.plan import Plan
-from zorse_ds.integrations.deepspeed.agreement import agree_on_config, agree_on_trace
+from zorse_ds.integrations.deepspeed.agreement import (
+    agree_on_config,
+    agree_on_data,
+    agree_on_trace,
+)
 from zorse_ds.integrations.deepspeed.config import check_config
-from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule
+from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, device_of_rank
 from zorse_ds.integrations.deepspeed.optimizer import rebound
 from zorse_ds.integrations.deepspeed.param_groups import param_groups_of
 from zorse_ds.integrations.deepspeed.precision import (
@@ -39,8 +43,11 @@ class EngineParts:
     Raises `ConfigError` or `WorldError` on every rank alike. Collective: every rank constructs it.
     """
 
-    def __init__(self, model: ZorsePipelineModule, config: dict[str, Any]) -> None:
+    def __init__(
+        self, model: ZorsePipelineModule, config: dict[str, Any], training_data: Any
+    ) -> None:
         agree_on_config(config)
+        agree_on_data(training_data)
         self.model = model
         self.plan: Plan = model.plan
         self.config = config
@@ -48,7 +55,7 @@ class EngineParts:
         stepping = stepping_of(self.settings.optimizer_step, config, self.plan, model.loss_fn)
         self.traces = Traces(self.plan, model.source.tied_layers, stepping.interleaved)
         agree_on_trace(self.traces.training(self.plan.global_batch_size).digest)
-        self.device = next(model.parameters(), torch.empty(0)).device
+        self.device = device_of_rank()
         self.world = DistWorld(
             self.plan,
             model.ties,

@@ -79,6 +79,11 @@ class LayerListStages:
         """One word a layer."""
         return tuple(_name_of(layer) for layer in self._layers)
 
+    @property
+    def fingerprint(self) -> str:
+        """Nothing: modules made in code take the values of the first rank of their group."""
+        return ""
+
     def build(
         self, layers: Range, *, recompute: int, owns: Callable[[int], bool]
     ) -> LayerListStage:

@@ -17,7 +17,7 @@ from torch import nn
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import PlanError
-from zorse_ds.integrations.deepspeed.agreement import agree_on_model
+from zorse_ds.integrations.deepspeed.agreement import agree_on_model, together
 from zorse_ds.integrations.deepspeed.config import plan_from_config
 from zorse_ds.integrations.deepspeed.data import CollateFn
 from zorse_ds.integrations.deepspeed.layers import Layer, LayerListStages
@@ -37,6 +37,10 @@ class StageSource(Protocol):
     @property
     def layer_names(self) -> Sequence[str]:
         """One name a pipeline layer."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells the weights from others; empty where the first rank's are taken anyway."""
 
     def build(self, layers: Range, *, recompute: int, owns: Callable[[int], bool]) -> nn.Module:
         """A `StageModel` of a range of pipeline layers; `owns(tie)`: it is a tie's first stage.
@@ -78,8 +82,9 @@ class ZorsePipelineModule(PipelineModule):
                 "with zorse.plan"
             )
         init_distributed()
-        stages = source or LayerListStages(list(layers or ()), base_seed)
-        agree_on_model(plan, stages.layer_names)
+        with together("reading the layers"):
+            stages = source or LayerListStages(list(layers or ()), base_seed)
+        agree_on_model(plan, stages.layer_names, stages.fingerprint)
         check_plan(plan, len(stages.layer_names), dist.get_world_size())
         self.__dict__.update(plan=plan, source=stages, collate_fn=collate_fn)
         self.ties: tuple[Tie, ...] = ties_between_stages(plan, stages.tied_layers)
@@ -110,6 +115,10 @@ class ZorsePipelineModule(PipelineModule):
         self._set_bounds(own[0].start, own[-1].stop)
 
     def _build(self) -> None:
+        with together("building the stages"):
+            self._build_stages()
+
+    def _build_stages(self) -> None:
         owners = {tie.index: tie.owner for tie in self.ties}
         self.stages = nn.ModuleDict()
         for stage in self.plan.stages_of_rank(self.global_rank):

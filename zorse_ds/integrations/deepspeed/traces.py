@@ -3,6 +3,7 @@
 from typing import Any
 
 from zorse_ds.core.plan import Plan
+from zorse_ds.schedule.checks import check_trace
 from zorse_ds.schedule.compile import compile_forward, compile_trace
 from zorse_ds.schedule.trace import Trace
 
@@ -16,12 +17,12 @@ class Traces:
         self._evaluation: dict[int, Trace] = {}
 
     def training(self, batch_size: int) -> Trace:
-        """The training step for a batch of this size."""
+        """The training step for a batch of this size, proved to run through."""
         if batch_size not in self._training:
             plan = self._plan.resized(batch_size)
-            self._training[batch_size] = compile_trace(
-                plan, self._tied_layers, interleaved=self._interleaved
-            )
+            trace = compile_trace(plan, self._tied_layers, interleaved=self._interleaved)
+            check_trace(trace)
+            self._training[batch_size] = trace
         return self._training[batch_size]
 
     def evaluation(self, batch_size: int) -> Trace:

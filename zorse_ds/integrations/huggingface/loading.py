@@ -6,6 +6,7 @@ renames and converts what is left, as it would for the whole model.
 """
 
 import copy
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from zorse_ds.integrations.huggingface.structure import ModelStructure
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_END_BYTES = 64 * 1024
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -234,3 +236,21 @@ def _attention(attn_implementation: str | None) -> dict[str, str]:
 def _first_line(problem: Exception) -> str:
     """The first line of an exception's message: some of transformers' are pages long."""
     return (str(problem).strip() or type(problem).__name__).splitlines()[0]
+
+
+def fingerprint_of(folder: Path | None) -> str:
+    """What tells a checkpoint from another: names, sizes and both ends of its files.
+
+    Empty for no folder. Reads 128 KiB a file.
+    """
+    if folder is None:
+        return ""
+    digest = hashlib.sha256()
+    for path in sorted((*folder.glob("*.safetensors"), folder / "config.json")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            ends = [file.read(_END_BYTES)]
+            file.seek(max(0, size - _END_BYTES))
+            ends.append(file.read())
+        digest.update(f"{path.name} {size} ".encode() + b"".join(ends))
+    return digest.hexdigest()

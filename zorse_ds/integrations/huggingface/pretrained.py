@@ -13,6 +13,7 @@ from zorse_ds.errors import ModelError, PlanError
 from zorse_ds.integrations.deepspeed.config import check_config, load_config, plan_from_config
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, init_distributed
 from zorse_ds.integrations.huggingface.collate import collate_causal_lm
+from zorse_ds.integrations.huggingface.loading import fingerprint_of
 from zorse_ds.integrations.huggingface.loss import CausalLMLoss
 from zorse_ds.integrations.huggingface.saving import (
     weights_file_name,
@@ -69,6 +70,11 @@ class PretrainedStages:
         self._stages = stages
         self.tied_layers = stages.tied_layers
         self.layer_names = stages.layer_names
+
+    @property
+    def fingerprint(self) -> str:
+        """See `StageSource.fingerprint`: the files' names, sizes and both ends."""
+        return fingerprint_of(self._stages.folder)
 
     def build(self, layers: Range, *, recompute: int, owns: Callable[[int], bool]) -> CausalLMStage:
         """See `StageSource.build`; every stage holds its own copy of tied weights."""
