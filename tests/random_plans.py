@@ -72,6 +72,87 @@ def random_plan_dict(
     }
 
 
+def random_ministage_plan(
+    seed: int,
+    *,
+    max_groups: int = 4,
+    max_width: int = 3,
+    max_stages_a_group: int = 4,
+    max_batch: int = 14,
+    zero_levels: Sequence[int] = (0, 1, 2, 3),
+    turnaround: bool | None = None,
+    recompute: bool = True,
+    offloads: Sequence[str] = ("none",),
+) -> Plan:
+    """A valid plan of schedule "ministage", the same for the same arguments.
+
+    1 to `max_groups` groups visit 1 to `max_stages_a_group` stages each, round-robin or in any
+    order and with unlike numbers of stages; 1 to 4 layers more than stages are cut unevenly.
+    `turnaround`: None leaves it to the seed; so does `recompute`, else nothing is recomputed.
+    """
+    rng = random.Random(seed)
+    num_groups = rng.randint(1, max_groups)
+    hosts = _hosts(rng, num_groups, max_stages_a_group)
+    batch_size = rng.randint(max_width, max_batch)
+    groups: list[dict[str, Any]] = []
+    first_rank = 0
+    for index in range(num_groups):
+        gpus = _gpus(rng, first_rank, rng.randint(1, max_width), batch_size)
+        again = _recompute(rng) if recompute else {}
+        own = {"zero_level": rng.choice(zero_levels), "offload": rng.choice(offloads)}
+        groups.append({"name": f"g{index}", "gpus": gpus, **own, **again})
+        first_rank += len(gpus)
+    depths = _cut(rng, len(hosts) + rng.randint(0, 4), len(hosts))
+    bounds = [sum(depths[:i]) for i in range(len(depths) + 1)]
+    stages = [
+        {"group": f"g{host}", "layers": [bounds[i], bounds[i + 1]]} for i, host in enumerate(hosts)
+    ]
+    turns = rng.random() < 0.75
+    return Plan.from_dict(
+        {
+            "global_batch_size": batch_size,
+            "schedule": "ministage",
+            "turnaround": turns if turnaround is None else turnaround,
+            "groups": groups,
+            "stages": stages,
+        }
+    )
+
+
+def _hosts(rng: random.Random, num_groups: int, max_stages: int) -> list[int]:
+    """The group of each stage: round-robin in two of three cases, else any order."""
+    if rng.random() < 2 / 3:
+        return [i % num_groups for i in range(num_groups * rng.randint(1, max_stages))]
+    hosts = [group for group in range(num_groups) for _ in range(rng.randint(1, max_stages))]
+    rng.shuffle(hosts)
+    return hosts
+
+
+def _recompute(rng: random.Random) -> dict[str, Any]:
+    mode = rng.choice(["none", "none", "full"])
+    return {"recompute": mode, "recompute_every": rng.choice([1, 2])}
+
+
+def uniform_ministage_plan(
+    num_groups: int,
+    width: int,
+    micro_batches_a_rank: int,
+    stages_a_group: int,
+    *,
+    turnaround: bool = True,
+    zero_level: int = 3,
+) -> Plan:
+    """Equal groups visit equal stages round-robin; micro-batches of one sample."""
+    plan = uniform_plan(num_groups, width, micro_batches_a_rank).to_dict()
+    groups = [{**group, "zero_level": zero_level} for group in plan["groups"]]
+    stages = [
+        {"group": f"g{i % num_groups}", "layers": [i, i + 1]}
+        for i in range(num_groups * stages_a_group)
+    ]
+    ministage = {"schedule": "ministage", "turnaround": turnaround}
+    return Plan.from_dict({**plan, **ministage, "groups": groups, "stages": stages})
+
+
 def uniform_plan(
     num_stages: int, width: int, micro_batches_a_rank: int, schedule: str = "1f1b"
 ) -> Plan:

@@ -50,7 +50,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pipeline": {"stages": 4}}, "pipeline.stages is 4, but the plan has 2; expected 2"),
     ({"pipeline": {"partition": "uniform"}}, "pipeline.partition is 'uniform'"),
     ({"pipeline": {"seed_layers": True}}, "pipeline.seed_layers is true"),
-    ({"bf16": {"enabled": True}}, "groups[1].dtype of the plan is 'float32'"),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
     ({"fp16": {"enabled": False, "auto_cast": True}}, "fp16.auto_cast is True"),
     ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states is True"),
@@ -132,6 +131,11 @@ def test_ordinary_configs_pass() -> None:
     )
     assert settings.timeout_s == 30
     assert not settings.data.shuffle
+
+
+@pytest.mark.parametrize("section", ["bf16", "bfloat16", "fp16"])
+def test_a_group_may_compute_in_another_dtype_than_the_config(section: str) -> None:
+    check_config(ADAMW | {section: {"enabled": True}}, PLAN)
 
 
 def test_a_plan_comes_from_a_file_a_dictionary_or_not_at_all(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_clipping(shape: str, clip: float) -> None:
     assert clipped == [clip < 0.1] * 3 or clip in (0.3, 1.0)
 
 
-@pytest.mark.parametrize("zero_level", [0, 1, 2])
+@pytest.mark.parametrize("zero_level", [0, 1, 2, 3])
 def test_each_element_counts_once_in_the_norm(zero_level: int) -> None:
     """However many ranks hold it, in a tie as well."""
     layers = blocks(5)
@@ -91,7 +91,7 @@ def runs(dtype: torch.dtype, steps: list[Step]) -> Iterator[Outcome]:
     ]
     job = Job(layers, bounded_error, dtype=dtype)
     for shape in SHAPES.values():
-        for zero_levels in ([0, 1, 2], [2, 0, 1]):
+        for zero_levels in ([0, 1, 2], [2, 0, 1], [3, 2, 3]):
             yield run(job, make_plan(shape, 5, zero_levels=zero_levels), cast)
 
 

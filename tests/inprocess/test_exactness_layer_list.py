@@ -197,7 +197,7 @@ def test_ranks_that_start_from_other_weights_start_alike(
     monkeypatch.setattr(LayerListStages, "_built", lambda self, spec, seed_index: spec.build())
     specs = [LayerSpec(DoubleBlock), TiedLayerSpec("t", Double), TiedLayerSpec("t", Double)]
     for dtype in (None, torch.bfloat16):
-        for zero_level in (0, 1, 2):
+        for zero_level in (0, 1, 2, 3):
             job = Job(specs, lambda o, y: squared_error(o.double(), y), dtype=dtype)
             plan = make_plan(SHAPES["2-1-2"], 3, zero_levels=[zero_level], weights=[1])
             batch = [(x.to(dtype or x.dtype), y) for x, y in vectors(0, BATCH)]

@@ -91,7 +91,7 @@ def add_grads(
             masters[f"{first}.{name}"].grad += parameter.grad.float()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("zero_level", [0, 1, 2])
+@pytest.mark.parametrize("zero_level", [0, 1, 2, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_masters_are_those_of_mixed_precision(

@@ -53,7 +53,7 @@ def test_micro_batch_sizes(shape: str) -> None:
     assert_exact(Job(blocks(5), squared_error), plan, steps_of(BATCH, BATCH, BATCH))
 
 
-@pytest.mark.parametrize("zero_level", [0, 1, 2])
+@pytest.mark.parametrize("zero_level", [0, 1, 2, 3])
 def test_zero_levels(zero_level: int) -> None:
     for plan in asymmetric_plans(4, zero_levels=[zero_level]).values():
         assert_exact(Job(blocks(4), squared_error), plan, steps_of(BATCH, BATCH))
@@ -128,7 +128,7 @@ def test_more_ranks_than_elements() -> None:
     layers = blocks(2)
     for parameter in [layers[1].first.weight, layers[1].first.bias, layers[1].second.weight]:
         parameter.requires_grad_(False)
-    for zero_level in (0, 1, 2):
+    for zero_level in (0, 1, 2, 3):
         plan = make_plan(
             [[[6], [5]], [[3], [3], [3], [2]]],
             2,

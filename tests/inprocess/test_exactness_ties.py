@@ -31,7 +31,7 @@ def steps(clip: float = 0.0) -> list[Step]:
     return [Step(vectors(i), clip) for i in range(3)]
 
 
-@pytest.mark.parametrize("zero_level", [0, 1, 2])
+@pytest.mark.parametrize("zero_level", [0, 1, 2, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_first_and_last_layer(shape: str, zero_level: int) -> None:
     plan = make_plan(SHAPES[shape], 5, zero_levels=[zero_level], weights=[0, 2, 1])
@@ -42,7 +42,7 @@ def test_first_and_last_layer(shape: str, zero_level: int) -> None:
     "ties", [[(0, 3, 7)], [(0, 7), (1, 6)], [(0, 2, 5), (3, 7)], [(1, 3, 5, 7)]]
 )
 def test_several_uses_on_groups_of_different_width(ties: list[tuple[int, ...]]) -> None:
-    for zero_levels in ([0, 1, 2], [2, 0, 1]):
+    for zero_levels in ([0, 1, 2], [2, 0, 1], [3, 2, 3]):
         plan = make_plan(FOUR_GROUPS, 8, zero_levels=zero_levels)
         assert_exact(Job(with_ties(8, *ties), squared_error), plan, steps())
 
@@ -90,7 +90,7 @@ def test_a_tie_whose_parts_are_in_different_param_groups() -> None:
 
 def test_the_owner_of_the_only_shard_weight() -> None:
     """Two of the three owners hold nothing of the tie's state."""
-    for zero_level in (0, 1, 2):
+    for zero_level in (0, 1, 2, 3):
         plan = make_plan(SHAPES["3-1"], 5, zero_levels=[zero_level], weights=[0, 0, 1])
         assert_exact(Job(with_ties(5, (0, 4)), squared_error), plan, steps())
 

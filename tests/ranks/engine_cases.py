@@ -99,12 +99,16 @@ def train(engine: ZorseEngine, num_steps: int, data_iter: Any = None) -> Result:
 
 
 def weights_of(engine: ZorseEngine) -> dict[str, Tensor]:
-    """This rank's parameters. A tied one may be there twice: the copies must be the same bits."""
+    """This rank's parameters. A tied one may be there twice: the copies must be the same bits.
+
+    Collective: sharded parameters are made whole.
+    """
     weights: dict[str, Tensor] = {}
-    for model in engine.module.stage_models.values():
-        for name, parameter in model.global_parameters():
-            assert name not in weights or torch.equal(weights[name], parameter)
-            weights[name] = parameter.detach().clone()
+    for stage, model in engine.module.stage_models.items():
+        with engine._whole(stage):
+            for name, parameter in model.global_parameters():
+                assert name not in weights or torch.equal(weights[name], parameter)
+                weights[name] = parameter.detach().clone()
     return weights
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ranks.harness import run_ranks
 from zorse_ds.core.shards import shard_layout
 from zorse_ds.runtime import process_groups
-from zorse_ds.runtime.process_groups import TorchProcessGroup
+from zorse_ds.runtime.process_groups import TorchProcessGroup, gather_shards
 
 RANKS = (0, 1, 2, 3)
 SIZES = (0, 1, 3, 10, 257, 900)
@@ -41,7 +41,7 @@ def exchanged(rank: int) -> list[tuple[Any, Tensor, Tensor, Tensor]]:
                 again = group.reduce_shards(own.clone(), layout)
                 whole = torch.full((numel,), float("nan"))
                 whole[layout.of(rank).as_slice()] = first
-                group.gather_shards(whole, layout)
+                gather_shards(group, whole, layout)
                 results.append(((bucket, numel, weights), first.clone(), again, whole))
     return results
 
@@ -85,7 +85,7 @@ def of_several_kinds(rank: int) -> list[Tensor]:
     TorchProcessGroup(rank, (0, 1, 2), None).all_reduce(largest, "max")
     alone = torch.tensor([5.0])
     single.all_reduce(alone)
-    single.gather_shards(alone, shard_layout(1, (rank,), [1]))
+    gather_shards(single, alone, shard_layout(1, (rank,), [1]))
     reduced = single.reduce_shards(alone, shard_layout(1, (rank,), [1]))
     found = [largest, alone, reduced]
     if rank != 1:

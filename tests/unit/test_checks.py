@@ -19,19 +19,24 @@ from zorse_ds.schedule.instructions import (
     Instruction,
     LoadMicroBatch,
     OptimizerStep,
+    PrefetchParams,
     RecvActivation,
     RecvGrad,
     ReduceGradNorm,
     ReduceGrads,
     ReduceTiedGrads,
+    ReshardParams,
     SendActivation,
     SendGrad,
+    UnshardParams,
 )
 from zorse_ds.schedule.needs import Needs
 from zorse_ds.schedule.rendezvous import check_rendezvous
 from zorse_ds.schedule.trace import Trace
 
 SEEDS = range(15)
+COUNTED = [kind for kind in KINDS if kind not in (PrefetchParams, UnshardParams, ReshardParams)]
+"""What a plan asks for once each; how often parameters come and go is another check's matter."""
 
 
 def trace_of(seed: int) -> Trace:
@@ -52,7 +57,7 @@ def position_of(rng: random.Random, trace: Trace, kind: type[Instruction]) -> in
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", COUNTED, ids=lambda kind: kind.__name__)
 def test_a_missing_instruction_is_found(kind: type[Instruction], seed: int) -> None:
     trace = trace_of(seed)
     instructions = list(trace.instructions)
@@ -62,7 +67,7 @@ def test_a_missing_instruction_is_found(kind: type[Instruction], seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", COUNTED, ids=lambda kind: kind.__name__)
 def test_a_repeated_instruction_is_found(kind: type[Instruction], seed: int) -> None:
     trace = trace_of(seed)
     instructions = list(trace.instructions)

@@ -8,7 +8,6 @@ import pytest
 
 from tests.random_plans import random_plan, uniform_plan
 from zorse_ds.core.plan import Plan
-from zorse_ds.errors import ScheduleError
 from zorse_ds.schedule.checks import check_trace
 from zorse_ds.schedule.compile import compile_forward, compile_trace
 from zorse_ds.schedule.instructions import (
@@ -123,12 +122,6 @@ def test_gpipe_runs_all_forwards_first() -> None:
     for rank, program in compile_trace(uniform_plan(3, 1, 4, schedule="gpipe")).programs.items():
         kinds = [type(each) for each in program if isinstance(each, ForwardPass | BackwardPass)]
         assert kinds == [ForwardPass] * 4 + [BackwardPass] * 4, rank
-
-
-def test_ministage_is_refused() -> None:
-    plan = uniform_plan(2, 1, 2).model_copy(update={"schedule": "ministage"})
-    with pytest.raises(ScheduleError, match="schedule is 'ministage'"):
-        compile_trace(plan)
 
 
 def test_ties_join_the_groups_of_their_stages() -> None:

@@ -13,7 +13,7 @@ def drawn(width: int, *spans: tuple[str, int, int, int]) -> str:
     """Row of ten ticks with (`F` or `B`, micro-batch, start, stop)."""
     phases = {"F": "forward", "B": "backward"}
     computes = tuple(
-        Compute(start, 0, 0, index, phases[letter], stop)  # type: ignore[arg-type]
+        Compute(start, 0, 0, index, phases[letter], stop, 0)  # type: ignore[arg-type]
         for letter, index, start, stop in spans
     )
     return row_text(GridRow(0, computes), 10, width)
