@@ -71,7 +71,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}},
         "optimizer.params.max_grad_norm would have no effect; expected gradient_clipping",
     ),
-    ({"scheduler": {"type": "ReduceLROnPlateau"}}, "scheduler.type is 'ReduceLROnPlateau'"),
+    (
+        {"scheduler": {"type": "ReduceLROnPlateau", "params": {}}},
+        "scheduler.type is 'ReduceLROnPlateau'",
+    ),
     ({"torch_autocast": {"enabled": True}}, "torch_autocast is enabled"),
     ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is enabled"),
     ({"comms_logger": {"enabled": True}}, "comms_logger is enabled"),
@@ -84,7 +87,47 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zorse": {"transport": "fast"}}, "zorse.transport"),
     ({"zorse": {"timeout_s": 0}}, "zorse.timeout_s"),
     ({"zorse": {"plan": "auto"}}, "zorse.plan is 'auto', which this version cannot do"),
-    ({"zorze": {}}, "'zorze' is no section; did you mean 'zorse'?"),
+    ({"zorze": {}}, "'zorze' is not a known key; did you mean 'zorse'?"),
+    ({"gradient_cliping": 1.0}, "'gradient_cliping' is not a known key; did you mean 'gradient_c"),
+    ({"gradient_clip": 1.0}, "did you mean 'gradient_clipping'?"),
+    ({"optimzer": {"type": "SGD"}}, "did you mean 'optimizer'?"),
+    ({"Optimizer": {"type": "SGD"}}, "did you mean 'optimizer'?"),
+    ({"schedular": {"type": "WarmupLR"}}, "did you mean 'scheduler'?"),
+    ({"b16f": {"enabled": True}}, "did you mean 'bf16'?"),
+    ({7: True}, "7 is a key of the config; expected a text"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping is nan; expected 0 (off)"),
+    ({"gradient_clipping": float("inf")}, "gradient_clipping is inf; expected 0 (off)"),
+    ({"gradient_clipping": True}, "gradient_clipping is True; expected 0 (off)"),
+    ({"gradient_clipping": "1.0"}, "gradient_clipping is '1.0'; expected 0 (off)"),
+    ({"gradient_clipping": None}, "gradient_clipping is None; expected 0 (off)"),
+    ({"bf16": True}, 'bf16 is True; expected an object such as {"enabled": true}'),
+    ({"fp16": None}, 'fp16 is None; expected an object such as {"enabled": true}'),
+    ({"bf16": {"enable": True}}, "did you mean 'enabled'?"),
+    ({"fp16": {"enabled": "true"}}, "fp16.enabled is 'true'; expected true or false"),
+    ({"fp16": {"enabled": True, "los_scale": 8}}, "did you mean 'loss_scale'?"),
+    ({"wandb": True}, "wandb is True; expected an object {...}"),
+    ({"steps_per_print": 0}, "steps_per_print is 0; expected a whole number above 0"),
+    ({"steps_per_print": 2.5}, "steps_per_print is 2.5"),
+    ({"steps_per_print": True}, "steps_per_print is True"),
+    ({"steps_per_print": "10"}, "steps_per_print is '10'"),
+    ({"optimizer": "AdamW"}, "optimizer is 'AdamW'; expected an object {...}"),
+    ({"optimizer": None}, "optimizer is None; expected an object {...}"),
+    ({"optimizer": {"type": 3}}, "optimizer.type is 3; expected a text"),
+    ({"optimizer": {"typ": "SGD"}}, "optimizer.type is missing; expected the name of a class, but"),
+    ({"optimizer": {"type": "AdamWW"}}, "did you mean 'AdamW'?"),
+    ({"optimizer": {"type": "sgd"}}, "did you mean 'SGD'?"),
+    ({"optimizer": {"type": "Optimizer"}}, "which neither DeepSpeed nor torch.optim knows"),
+    ({"optimizer": {"type": "SGD", "params": [1]}}, "optimizer.params is [1]; expected an object"),
+    ({"scheduler": ["WarmupLR"]}, "scheduler is ['WarmupLR']; expected an object {...}"),
+    ({"scheduler": {"type": "WarmupRL", "params": {}}}, "did you mean 'WarmupLR'?"),
+    ({"scheduler": {"type": "CosineAnealingLR", "params": {}}}, "did you mean 'CosineAnnealingLR'"),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler.params is missing"),
+    ({"zorse": None}, 'zorse is None; expected an object such as {"plan": "plan.json"}'),
+    ({"zorse": {"plan": ""}}, "zorse.plan is ''; expected the path of a plan file, or a plan"),
+    ({"zorse": {"plan": "a\0b"}}, "zorse.plan is 'a\\x00b'; expected the path of a plan file"),
+    ({"zorse": {"timeout_s": 1e-5}}, "zorse.timeout_s is 1e-05; expected at least 0.001"),
+    ({"zorse": {"timeout_s": 1e8}}, "zorse.timeout_s is 100000000.0; expected at most 1000000"),
+    ({"zorse": {"data": {"seed": 2**64}}}, "expected at most 18446744073709551615"),
 ]
 
 
@@ -131,6 +174,27 @@ def test_ordinary_configs_pass() -> None:
     )
     assert settings.timeout_s == 30
     assert not settings.data.shuffle
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"source": "a", "model_name": "b", "fp32": True, "eval_micro_batch_size_per_gpu": 1},
+        {"gradient_clipping": 0, "steps_per_print": 1},
+        {"optimizer": {"type": "adamw", "params": {}}},
+        {"optimizer": {"type": "SGD"}, "scheduler": {"type": "StepLR", "params": {"step_size": 1}}},
+        {"zorse": {"data": {"seed": 2**64 - 1}, "timeout_s": 1e7}},
+    ],
+    ids=str,
+)
+def test_own_keys_and_the_ends_of_ranges_pass(config: dict[str, Any]) -> None:
+    check_config(ADAMW | config, PLAN)
+
+
+@pytest.mark.parametrize("config", [5, None, "", ["ds.json"]])
+def test_what_is_no_config_at_all_is_refused(config: Any) -> None:
+    with pytest.raises(ConfigError, match="the config is .*; expected the path of a DeepSpeed"):
+        load_config(config)
 
 
 @pytest.mark.parametrize("section", ["bf16", "bfloat16", "fp16"])

@@ -131,7 +131,7 @@ def test_a_data_set_without_length_is_refused(dataset: Any) -> None:
 def checksum_of(item: Any) -> int:
     batch = as_batch(item, default_collate_fn)
     assert not isinstance(batch, IndexedBatch)
-    return _checksum(batch)
+    return _checksum(batch.value)
 
 
 def tokens(last: int) -> list[dict[str, Any]]:

@@ -9,7 +9,12 @@ import transformers as hf
 
 from tests.inprocess.hf_models import CONFIGS, make_batch
 from zorse_ds.errors import DataError
-from zorse_ds.integrations.huggingface import CausalLMLoss, collate_causal_lm, count_targets
+from zorse_ds.integrations.huggingface import (
+    CausalLMLoss,
+    CausalLMStages,
+    collate_causal_lm,
+    count_targets,
+)
 
 
 def test_loss_is_that_of_transformers() -> None:
@@ -88,8 +93,46 @@ def test_collate_fills_in_labels_and_keeps_masks() -> None:
         ([{"input_ids": [1], "attention_mask": [1]}, {"input_ids": [1]}], "1 of the 2 samples"),
         ([{"input_ids": [1]}, {"input_ids": [1, 2], "labels": [1]}], "sample 1: labels has shape"),
         ([{"input_ids": [[1, 2]]}], "expected one dimension"),
+        ([{"input_ids": [1, 2], "label": [1, 2]}], "key 'label', .*did you mean 'labels'"),
+        ([{"input_ids": [1, 2], "Labels": [1, 2]}], "key 'Labels', .*did you mean 'labels'"),
+        ([{"input_ids": [1, 2], "label_ids": [1, 2]}], "did you mean 'labels'"),
+        ([{"input_ids": [1], "attention_masks": [1]}], "did you mean 'attention_mask'"),
+        ([{"input_ids": [1.7, 2.0]}], "sample 0: input_ids holds 1.7; expected whole numbers"),
+        ([{"input_ids": [1, 2], "labels": [1, float("nan")]}], "labels holds nan"),
+        ([{"input_ids": "text"}], "sample 0: input_ids is 'text'; expected a sequence of whole"),
+        ([{"input_ids": None}], "sample 0: input_ids is None"),
+        ([{"input_ids": [1, None]}], "input_ids is .1, None."),
+        ([{"input_ids": [2**70]}], "expected a sequence of whole numbers"),
+        (
+            [{"input_ids": []}, {"input_ids": []}],
+            "all 2 samples .* empty; expected|empty input_ids",
+        ),
+        ([([1, 2], [1, 2])], "sample 0 is a tuple; expected a dict"),
     ],
 )
 def test_collate_refuses_samples_that_do_not_fit(samples: list[dict], message: str) -> None:
     with pytest.raises(DataError, match=message):
         collate_causal_lm(samples)
+
+
+def test_other_columns_are_left_alone_and_whole_floats_are_taken() -> None:
+    others = {"text": "a", "tables": 1, "global_attention_mask": [1], "label": 3, "length": 2}
+    sample = {"input_ids": np.array([1.0, 2.0]), "labels": [1, 2], **others}
+    inputs, labels = collate_causal_lm([sample, {"input_ids": [], "labels": []}])
+    assert inputs["input_ids"].tolist() == [[1, 2], [0, 0]]
+    assert labels.tolist() == [[1, 2], [-100, -100]]
+    assert set(inputs) == {"input_ids"}
+
+
+@pytest.mark.parametrize("label", [8, -1, -101])
+def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
+    with pytest.raises(DataError, match=f"a label is {label}; expected 0 to 7"):
+        CausalLMLoss()(torch.zeros(1, 3, 8), torch.tensor([[1, 2, label]]))
+
+
+def test_ids_outside_the_vocabulary_and_long_samples_are_refused() -> None:
+    stage = CausalLMStages.from_config(CONFIGS["gpt2"]()).build(0, 2)
+    with pytest.raises(DataError, match="holds the input id 64; expected 0 to 63"):
+        stage({"input_ids": torch.tensor([[1, 64]])})
+    with pytest.raises(DataError, match="samples of 65 tokens.; expected at most 64"):
+        stage({"input_ids": torch.ones(1, 65, dtype=torch.long)})

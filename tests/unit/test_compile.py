@@ -195,4 +195,5 @@ def test_time_grows_linearly(schedule: str) -> None:
         return time.process_time() - start
 
     small = min(seconds(40) for _ in range(3))
-    assert seconds(400) < 20 * small
+    large = min(seconds(400) for _ in range(2))
+    assert large < 20 * small
