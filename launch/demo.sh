@@ -10,7 +10,8 @@ Installs zorse_ds into a virtual environment of its own, unpacks SmolLM2-135M, t
 of Python's standard library as text, trains by a plan, and writes a line with the result. About
 five minutes on two CPU cores after the first installation; nothing needs a GPU or a model hub.
 
-  --plan NAME   the plan launch/plans/NAME.json (default: demo)
+  --plan NAME   the plan launch/plans/NAME.json: demo (default), or ministage, where each group
+                runs two stages apart from each other
   --steps N     optimizer updates (default: 20)
 
   ZORSE_VENV    virtual environment to use or make (default: .venv-demo in the repository)
@@ -42,6 +43,8 @@ while [ $# -gt 0 ]; do
   esac
 done
 [[ $steps =~ ^[1-9][0-9]*$ ]] || fail "--steps is '$steps'; expected a whole number above 0"
+
+[[ $plan =~ ^[A-Za-z0-9_-]+$ ]] || fail "--plan is '$plan'; expected the name of a file in launch/plans"
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 plan_file=launch/plans/$plan.json
@@ -115,7 +118,7 @@ say "model and text"
 say "training by $plan_file"
 # A port of its own, so that another job on this machine does not matter.
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-deepspeed --num_accelerators "$ranks" --master_port "$port" launch/finetune.py \
+deepspeed --log_level warning --num_accelerators "$ranks" --master_port "$port" launch/finetune.py \
   --deepspeed_config "$output/ds_config.json" \
   --model build/smollm2 \
   --train build/docstrings/train.jsonl \

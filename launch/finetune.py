@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from typing import Any
 
@@ -23,9 +24,13 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zorse_ds
+from zorse_ds.errors import ModelError
 from zorse_ds.integrations.data import prepare_text
 
 Samples = list[dict[str, Any]]
+
+OTHERS_WAIT_S = 5
+"""How long other ranks leave an error to rank 0."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -43,6 +48,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--check-export", action="store_true", help="load the result and compare")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     return deepspeed.add_config_arguments(parser).parse_args()
+
+
+def load_tokenizer(folder: str) -> Any:
+    """Return the tokenizer beside a model; ModelError when there is none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as problem:  # transformers fails in many ways when a file is missing
+        raise ModelError(
+            f"{folder} has no tokenizer that transformers can read "
+            f"({str(problem).strip().splitlines()[0]}); expected one beside the model"
+        ) from problem
+    if not len(tokenizer):
+        raise ModelError(f"{folder} has no tokenizer; expected one beside the model")
+    return tokenizer
 
 
 def prepare(args: argparse.Namespace, tokenizer: Any, source: str) -> datasets.Dataset:
@@ -118,11 +137,11 @@ def check_export(folder: str, batch: Samples, expected_loss: float) -> None:
     print(f"{folder} loads with transformers; loss {loss:.4f}, in the engine {expected_loss:.4f}")
 
 
-def main() -> None:
-    args = parse_arguments()
+def run(args: argparse.Namespace) -> None:
+    """Load, measure, train, measure, save. Collective: every rank calls this."""
     model = zorse_ds.from_pretrained(args.model, config=args.deepspeed_config)
     plan = model.plan
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model)
     dataset, heldout = (prepare(args, tokenizer, text) for text in (args.train, args.heldout))
     heldout = heldout.select(range(min(args.heldout_samples, len(heldout))))
     engine, _, _, _ = zorse_ds.initialize(args=args, model=model, training_data=dataset)
@@ -140,6 +159,18 @@ def main() -> None:
         if args.check_export:
             check_export(args.output, first, first_loss)
     dist.destroy_process_group()
+
+
+def main() -> None:
+    args = parse_arguments()
+    try:
+        run(args)
+    except zorse_ds.ZorseError as error:
+        # Most errors are the same on all ranks. Rank 0 tells them; the launcher then ends the job.
+        if int(os.environ.get("RANK", "0")) != 0:
+            time.sleep(OTHERS_WAIT_S)
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 #   bash launch/test.sh              every step
 #   bash launch/test.sh unit ranks   only these
 #
-# Steps: format lint types imports size unit inprocess ranks docs; and gpu, only when named.
+# Steps: format lint types imports size unit inprocess ranks docs.
 # Every step runs even if an earlier one failed; the exit code is 1 if any failed.
 #
 # ZORSE_VENV   virtual environment to use (default: .venv here, made if absent)
@@ -47,8 +47,8 @@ run_step() {
     types) mypy ;;
     imports) lint-imports --no-logo ;;
     size) python tools/size_budget.py ;;
-    unit | inprocess | ranks | docs | gpu) python -m pytest -q "tests/$1" ;;
-    *) echo "unknown step '$1'; there are: $ALL_STEPS gpu"; return 2 ;;
+    unit | inprocess | ranks | docs) python -m pytest -q "tests/$1" ;;
+    *) echo "unknown step '$1'; there are: $ALL_STEPS"; return 2 ;;
   esac
 }
 

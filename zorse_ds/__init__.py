@@ -11,7 +11,7 @@ from zorse_ds.errors import ZorseError
 
 if TYPE_CHECKING:
     from zorse_ds.integrations.deepspeed import ZorseEngine, ZorsePipelineModule, initialize
-    from zorse_ds.integrations.huggingface.pretrained import from_pretrained
+    from zorse_ds.integrations.huggingface.pretrained import from_config, from_pretrained
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,7 @@ _LAZY = {
     "ZorseEngine": "zorse_ds.integrations.deepspeed",
     "ZorsePipelineModule": "zorse_ds.integrations.deepspeed",
     "initialize": "zorse_ds.integrations.deepspeed",
+    "from_config": "zorse_ds.integrations.huggingface.pretrained",
     "from_pretrained": "zorse_ds.integrations.huggingface.pretrained",
 }
 
@@ -27,6 +28,7 @@ __all__ = [
     "ZorseEngine",
     "ZorseError",
     "ZorsePipelineModule",
+    "from_config",
     "from_pretrained",
     "initialize",
 ]

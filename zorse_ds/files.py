@@ -17,9 +17,12 @@ def read_json(path: str | Path, error: type[ZorseError]) -> dict[str, Any]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "not UTF-8 text"
-        raise error(f"{path} cannot be read ({reason}); expected a JSON file") from None
+    except UnicodeDecodeError:
+        raise error(f"{path} cannot be read (not UTF-8 text); expected a JSON file") from None
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        shown = str(path) if str(path).isprintable() else repr(str(path))
+        raise error(f"{shown} cannot be read ({reason}); expected a JSON file") from None
     return parse_json(text, str(path), error)
 
 

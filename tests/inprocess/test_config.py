@@ -93,7 +93,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimzer": {"type": "SGD"}}, "did you mean 'optimizer'?"),
     ({"Optimizer": {"type": "SGD"}}, "did you mean 'optimizer'?"),
     ({"schedular": {"type": "WarmupLR"}}, "did you mean 'scheduler'?"),
-    ({"b16f": {"enabled": True}}, "did you mean 'bf16'?"),
+    ({"bff16": {"enabled": True}}, "did you mean 'bf16'?"),
     ({7: True}, "7 is a key of the config; expected a text"),
     ({"gradient_clipping": float("nan")}, "gradient_clipping is nan; expected 0 (off)"),
     ({"gradient_clipping": float("inf")}, "gradient_clipping is inf; expected 0 (off)"),
@@ -193,7 +193,7 @@ def test_own_keys_and_the_ends_of_ranges_pass(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("config", [5, None, "", ["ds.json"]])
 def test_what_is_no_config_at_all_is_refused(config: Any) -> None:
-    with pytest.raises(ConfigError, match="the config is .*; expected the path of a DeepSpeed"):
+    with pytest.raises(ConfigError, match=r"the config is .*; expected the path of a DeepSpeed"):
         load_config(config)
 
 

@@ -105,7 +105,7 @@ def weights_of(engine: ZorseEngine) -> dict[str, Tensor]:
     """
     weights: dict[str, Tensor] = {}
     for stage, model in engine.module.stage_models.items():
-        with engine._whole(stage):
+        with engine.whole(stage):
             for name, parameter in model.global_parameters():
                 assert name not in weights or torch.equal(weights[name], parameter)
                 weights[name] = parameter.detach().clone()

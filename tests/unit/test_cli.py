@@ -82,6 +82,35 @@ def test_a_large_plan_is_cut_with_a_note(tmp_path: Path) -> None:
     assert text.count("... and 59 more rows (--rows shows more)") == 2
 
 
+def test_any_number_of_layers_is_shown_at_once(tmp_path: Path) -> None:
+    cuts = {"fast": [0, 1], "[red]": [1, 2**31 - 1]}
+    stages = [{"group": group, "layers": layers} for group, layers in cuts.items()]
+    text = shown(Plan.from_dict(EXAMPLE | {"stages": stages}), tmp_path, "--width", "140")
+    assert "1-2147483646" in text
+    assert "0      0 " in text
+
+
+def test_settings_have_columns_where_they_are_set(tmp_path: Path) -> None:
+    plain = shown(Plan.from_dict(EXAMPLE), tmp_path, "--width", "140")
+    for head in ("recompute every", "offload", "dtype", "activations in"):
+        assert head not in plain
+    fast, slow = EXAMPLE["groups"]  # type: ignore[misc]
+    groups = [
+        {**fast, "dtype": "bfloat16", "offload": "params"},
+        {**slow, "recompute_every": 3},
+    ]
+    plan = Plan.from_dict(EXAMPLE | {"groups": groups})
+    text = shown(plan, tmp_path, "--width", "160")
+    stages = [line.split() for line in text.splitlines() if line.startswith(("0 ", "1 "))]
+    assert stages[0][-2:] == ["params", "bfloat16"]
+    assert stages[1][-4:] == ["full", "3", "none", "config's"]
+    assert "activations in" in text
+    boundary = next(line for line in text.splitlines() if line.startswith("0 to 1"))
+    assert boundary.split()[-2:] == ["config's", "bfloat16"]
+    facts = json.loads(shown(plan, tmp_path, "--json"))
+    assert facts["boundaries"][0]["gradients_dtype"] == "bfloat16"
+
+
 def test_one_stage_has_no_transfers(tmp_path: Path) -> None:
     assert "Transfers" not in shown(uniform_plan(1, 1, 1), tmp_path)
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from zorse_ds.core.plan import Plan
 from zorse_ds.schedule.compile import compile_trace
 from zorse_ds.schedule.grid import Grid, grid_of, row_text
-from zorse_ds.schedule.summary import summary_of
+from zorse_ds.schedule.summary import CONFIGS_DTYPE, summary_of
 
 MAX_LISTED = 40
 """Characters that a list of numbers may take in a table."""
@@ -53,7 +53,7 @@ def _stages(facts: dict[str, Any]) -> TableData:
     cells = [
         [
             str(stage["stage"]),
-            _spans(list(range(*stage["layers"]))),
+            _span(*stage["layers"]),
             _printable(stage["group"]),
             _spans(stage["ranks"]),
             str(stage["num_micro_batches"]),
@@ -62,7 +62,23 @@ def _stages(facts: dict[str, Any]) -> TableData:
         ]
         for stage in facts["stages"]
     ]
-    return "Stages", heads, cells
+    return _with_set(facts["stages"], ("Stages", heads, cells))
+
+
+def _with_set(stages: list[dict[str, Any]], table: TableData) -> TableData:
+    """The table of stages with a column for each further setting that some group has."""
+    title, heads, cells = table
+    settings = (
+        ("recompute every", "recompute_every", (0, 1)),
+        ("offload", "offload", ("none",)),
+        ("dtype", "dtype", (CONFIGS_DTYPE,)),
+    )
+    for head, key, usual in settings:
+        if any(stage[key] not in usual for stage in stages):
+            heads = [*heads, head]
+            columns = zip(cells, stages, strict=True)
+            cells = [[*row, str(stage[key] or "")] for row, stage in columns]
+    return title, heads, cells
 
 
 def _ranks(facts: dict[str, Any]) -> TableData:
@@ -95,6 +111,11 @@ def _boundaries(facts: dict[str, Any]) -> TableData:
         ]
         for boundary in facts["boundaries"]
     ]
+    boundaries = facts["boundaries"]
+    if any(each["activations_dtype"] != each["gradients_dtype"] for each in boundaries):
+        heads += ["activations in", "gradients in"]
+        for row, boundary in zip(cells, boundaries, strict=True):
+            row += [boundary["activations_dtype"], boundary["gradients_dtype"]]
     return "Transfers", heads, cells
 
 
@@ -143,6 +164,11 @@ def _print_rest(console: Console, rest: int) -> None:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}".removesuffix(".0") + "%"
+
+
+def _span(first: int, stop: int) -> str:
+    """`0-3` for 0 up to, without, 4."""
+    return f"{first}-{stop - 1}" if stop - first > 1 else str(first)
 
 
 def _spans(numbers: list[int]) -> str:

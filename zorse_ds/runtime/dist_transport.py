@@ -93,8 +93,7 @@ class DistTransport:
         except (RuntimeError, TimeoutError) as error:
             raise TransportError(
                 f"rank {self._rank} waited in vain for {receive.text}, which rank {receive.peer} "
-                f"did not deliver within zorse.timeout_s, {self._timeout_s:g} s "
-                f"({reason_of(error)}); expected it alive"
+                f"did not deliver ({reason_of(error)}); expected it alive"
             ) from error
 
     def end(self) -> None:
@@ -177,7 +176,7 @@ class _Inbox:
             if tag in self._items:
                 return self._items.pop(tag)
         self.raise_failure()
-        raise TimeoutError("nothing arrived")
+        raise TimeoutError(f"nothing arrived within zorse.timeout_s, {timeout_s:g} s")
 
     def raise_failure(self) -> None:
         if self._failure is not None:

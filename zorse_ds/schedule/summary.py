@@ -1,15 +1,18 @@
 """The facts of a plan that follow from its compiled step, as plain data for people and machines."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 from zorse_ds.core.layout import Transfer
-from zorse_ds.core.plan import GpuGroup, GpuShare
+from zorse_ds.core.plan import Dtype, GpuGroup, GpuShare, Plan
 from zorse_ds.schedule.grid import Grid, grid_of
 from zorse_ds.schedule.trace import Trace
 
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}
 """State → the lowest `zero_level` that cuts it over the ranks of a group."""
+
+CONFIGS_DTYPE = "config's"
+"""Stands for the dtype of a group that the plan leaves to the DeepSpeed JSON."""
 
 
 def summary_of(trace: Trace) -> dict[str, Any]:
@@ -26,7 +29,7 @@ def summary_of(trace: Trace) -> dict[str, Any]:
         "bubble_share": grid.bubble_share,
         "stages": [_stage(trace, stage) for stage in range(len(plan.stages))],
         "ranks": [_rank(trace, grid, group, gpu) for group in plan.groups for gpu in group.gpus],
-        "boundaries": [_boundary(transfers) for transfers in trace.layout.transfers],
+        "boundaries": [_boundary(plan, transfers) for transfers in trace.layout.transfers],
         "ticks": grid.ticks,
         "order": [
             {
@@ -61,6 +64,9 @@ def _stage(trace: Trace, stage: int) -> dict[str, Any]:
         "num_micro_batches": len(trace.layout.micro_batches[stage]),
         "zero_level": group.zero_level,
         "recompute": trace.plan.recompute_of(stage),
+        "recompute_every": trace.plan.recompute_interval(stage),
+        "offload": group.offload,
+        "dtype": group.dtype or CONFIGS_DTYPE,
     }
 
 
@@ -79,10 +85,16 @@ def _rank(trace: Trace, grid: Grid, group: GpuGroup, gpu: GpuShare) -> dict[str,
     }
 
 
-def _boundary(transfers: tuple[Transfer, ...]) -> dict[str, Any]:
+def _boundary(plan: Plan, transfers: tuple[Transfer, ...]) -> dict[str, Any]:
     sends = Counter(transfer.source for transfer in transfers)
     receives = Counter(transfer.target for transfer in transfers)
+    # The sender converts: activations to the dtype of the stage after, gradients to that before.
+    unlike = plan.boundary_dtypes(cast(Dtype, CONFIGS_DTYPE))
+    own = plan.group_of_stage(transfers[0].boundary).dtype or CONFIGS_DTYPE
+    gradients, activations = unlike.get(transfers[0].boundary, (own, own))
     return {
+        "activations_dtype": activations,
+        "gradients_dtype": gradients,
         "from_stage": transfers[0].boundary,
         "to_stage": transfers[0].boundary + 1,
         "num_transfers": len(transfers),

@@ -16,7 +16,7 @@ class DataSettings(StrictModel):
     """The one global order of samples."""
 
     shuffle: bool = True
-    seed: int = Field(default=1234, ge=0)
+    seed: int = Field(default=1234, ge=0, le=2**64 - 1)
 
 
 class ZorseSettings(StrictModel):
@@ -31,18 +31,29 @@ class ZorseSettings(StrictModel):
     """`staged` sends messages between stages through host memory."""
     count_memory: bool = False
     """Each step's report says what its peak of memory consists of; costs time."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, ge=0.001, le=1e7)
     """How long a rank waits for another before it gives up."""
 
 
 def load_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     """The DeepSpeed JSON as a dictionary of its own. Raises `ConfigError`."""
-    return dict(config) if isinstance(config, dict) else read_json(config, ConfigError)
+    if isinstance(config, dict):
+        return dict(config)
+    if not isinstance(config, str | Path) or not str(config):
+        raise ConfigError(
+            f"the config is {config!r}; expected the path of a DeepSpeed JSON, or its content as a "
+            "dict"
+        )
+    return read_json(config, ConfigError)
 
 
 def settings_of(config: dict[str, Any]) -> ZorseSettings:
     """The `zorse` section, strictly. Raises `ConfigError` that tells all problems."""
     section = config.get("zorse", {})
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f'zorse is {section!r}; expected an object such as {{"plan": "plan.json"}}'
+        )
     try:
         return ZorseSettings.model_validate(section)
     except ValidationError as error:
@@ -60,6 +71,8 @@ def plan_from_config(config: str | Path | dict[str, Any]) -> Plan | None:
         raise ConfigError(
             "zorse.plan is 'auto', which this version cannot do; expected a plan file or a plan"
         )
+    if isinstance(plan, str) and (not plan.strip() or "\0" in plan):
+        raise ConfigError(f"zorse.plan is {plan!r}; expected the path of a plan file, or a plan")
     if isinstance(plan, dict):
         try:
             return Plan.from_dict(plan)

@@ -1,6 +1,6 @@
 """Global batches: the same on every rank, read only where they are needed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, default_collate
 
 from zorse_ds.core.order import SampleOrder
+from zorse_ds.core.strict import listed
 from zorse_ds.errors import DataError
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.values import flatten
@@ -62,6 +63,9 @@ class CollatedBatch:
         self.value = pair
         _, leaves = flatten(pair)
         sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        if not sizes or sizes == {0}:
+            found = "0 samples" if sizes else "no tensors"
+            raise DataError(f"a batch has {found}; expected tensors of at least one sample")
         if len(sizes) != 1:
             raise DataError(
                 f"a batch has tensors with {sorted(sizes)} samples along dim 0; expected the same "
@@ -77,6 +81,25 @@ class CollatedBatch:
 
         inputs, labels = tree_map(cut, self.value)
         return inputs, labels
+
+
+class Columns:
+    """The samples in a dict of equally long columns, as a slice of a `datasets` data set is."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self._columns = columns
+        sizes = {key: len(column) for key, column in columns.items()}
+        if len(set(sizes.values())) != 1:
+            raise DataError(
+                f"a dict of samples has columns of lengths {sizes}; expected the same in each"
+            )
+        self._size = next(iter(sizes.values()))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {key: column[index] for key, column in self._columns.items()}
 
 
 class PlacedBatch:
@@ -110,7 +133,7 @@ class ZorseLoader:
     """
 
     def __init__(self, dataset: Any, order: SampleOrder, collate_fn: CollateFn) -> None:
-        self.dataset = dataset
+        self.dataset = Columns(dataset) if _has_names(dataset) else dataset
         self.order = order
         self.collate_fn = collate_fn
         self.next_step = 0
@@ -127,7 +150,10 @@ class ZorseLoader:
 
 def num_samples_of(dataset: Any) -> int:
     """Length of a map-style data set. Raises `DataError` for any other."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    if _has_names(dataset) and all(_is_column(value) for value in dataset.values()):
+        return len(Columns(dataset))
+    known = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or _has_names(dataset) or not known:
         raise DataError(
             f"the data set is a {type(dataset).__name__}, which has no order to cut; expected one "
             "with __len__ and __getitem__, so that every rank can read its own samples"
@@ -135,26 +161,64 @@ def num_samples_of(dataset: Any) -> int:
     return len(dataset)
 
 
+def _has_names(dataset: Any) -> bool:
+    """A dict whose keys are no sample numbers."""
+    return isinstance(dataset, Mapping) and any(isinstance(key, str) for key in dataset)
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, Sequence | np.ndarray | Tensor) and not isinstance(value, str)
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raise `DataError` for a data set that cannot be cut, or has no samples."""
+    if num_samples_of(dataset) == 0:
+        raise DataError("the data set has 0 samples; expected at least one to train on")
+
+
 def as_batch(item: Any, collate_fn: CollateFn) -> IndexedBatch | SampleBatch | CollatedBatch:
     """One item of an iterator as a global batch.
 
-    An item is a batch of a `ZorseLoader`, a list of samples (tuples or dicts), or a collated
-    `(inputs, labels)`; for a Hugging Face model also a dict with `labels`.
+    An item is a batch of a `ZorseLoader`, a list of samples (tuples or dicts), a dict of columns,
+    or a collated `(inputs, labels)`; for a Hugging Face model also a dict with `labels`.
     """
     if isinstance(item, IndexedBatch | SampleBatch | CollatedBatch):
         return item
-    if isinstance(item, list) and item and all(isinstance(it, tuple | dict) for it in item):
+    if isinstance(item, list) and item and all(isinstance(it, tuple | Mapping) for it in item):
         return SampleBatch(item, collate_fn)
-    if isinstance(item, dict) and "labels" in item:
-        inputs = {key: value for key, value in item.items() if key != "labels"}
-        return CollatedBatch((inputs, item["labels"]))
+    if isinstance(item, Mapping) and item:
+        return _batch_of_dict(item, collate_fn)
     if isinstance(item, tuple | list) and len(item) == 2:
         return CollatedBatch((item[0], item[1]))
     if isinstance(item, list) and item:
         return SampleBatch(item, collate_fn)
+    empty = "n empty " if isinstance(item, list | tuple | Mapping) and not item else " "
     raise DataError(
-        f"the data iterator gave a {type(item).__name__}; expected one global batch: a list of "
-        "samples, (inputs, labels), or a dict with 'labels'"
+        f"the data iterator gave a{empty}{type(item).__name__}; expected one global batch: a list "
+        "of samples, (inputs, labels), or a dict with 'labels'"
+    )
+
+
+def _batch_of_dict(item: Mapping[str, Any], collate_fn: CollateFn) -> SampleBatch | CollatedBatch:
+    """A dict of columns, or one collated batch; `DataError` for a single sample."""
+    ids = item.get("input_ids")
+    flat = isinstance(ids, Tensor) and ids.dim() == 1
+    if "labels" in item and isinstance(item["labels"], Tensor) and not flat:
+        inputs = {key: value for key, value in item.items() if key != "labels"}
+        return CollatedBatch((inputs, item["labels"]))
+    columns = [value for value in item.values() if _is_column(value)]
+    rows = [value[0] for value in columns if len(value)]
+    nested = any(hasattr(row, "__len__") and not isinstance(row, str) for row in rows)
+    empty = not rows and all(isinstance(value, list) for value in item.values())
+    if len(columns) == len(item) and not flat and (nested or empty):
+        samples = Columns(item)
+        if len(samples) == 0:
+            raise DataError("a batch has 0 samples; expected at least one")
+        return SampleBatch([samples[i] for i in range(len(samples))], collate_fn)
+    raise DataError(
+        f"the data iterator gave one dict with {listed(sorted(item))}, which looks like a single "
+        "sample; expected one global batch: a list of such samples, or a collated dict of tensors "
+        "with 'labels'"
     )
 
 

@@ -288,9 +288,13 @@ class ZorseEngine(PipelineEngine):
                 "save_pretrained was called on a model made of a layer list; expected one from "
                 "zorse_ds.from_pretrained"
             )
-        save(folder, self.plan, self.module.stage_models, self.parts.world, self._whole)
+        save(folder, self.plan, self.module.stage_models, self.parts.world, self.whole)
 
-    def _whole(self, stage: int) -> AbstractContextManager[None]:
+    def whole(self, stage: int) -> AbstractContextManager[None]:
+        """Inside, the parameters of one of this rank's stages can be read, at `zero_level` 3 too.
+
+        Collective: every rank of the stage's group.
+        """
         return nullcontext() if self.optimizer is None else self.optimizer.sharded.whole(stage)
 
     def destroy(self) -> None:

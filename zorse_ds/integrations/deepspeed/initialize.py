@@ -8,8 +8,9 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import ConfigError, ModelError
-from zorse_ds.integrations.deepspeed.agreement import agree_on_config
+from zorse_ds.integrations.deepspeed.agreement import agree_on_config, together
 from zorse_ds.integrations.deepspeed.config import check_config, load_config
+from zorse_ds.integrations.deepspeed.data import check_dataset
 from zorse_ds.integrations.deepspeed.engine import ZorseEngine
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, init_distributed
 
@@ -44,6 +45,10 @@ def initialize(
     init_distributed()
     chosen = _chosen_config(args, config_params if config is None else config)
     settings = _settled_config(chosen, model.plan)
+    if training_data is not None:
+        # DeepSpeed takes an empty data set for none.
+        with together("reading training_data"):
+            check_dataset(training_data)
     zero.partition_parameters.shutdown_init_context()
     config_class = DeepSpeedConfig(settings, model.mpu())
     set_optimizer_flags(config_class, model)

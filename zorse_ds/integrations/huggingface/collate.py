@@ -1,5 +1,6 @@
 """Making one micro-batch of samples of unequal length."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from zorse_ds.integrations.huggingface.loss import IGNORED_LABEL
 
 OPTIONAL_KEYS = ("attention_mask", "position_ids")
 
+KNOWN_KEYS = ("input_ids", "labels", *OPTIONAL_KEYS)
+
 
 def collate_causal_lm(
     samples: Sequence[Mapping[str, Any]], pad_token_id: int = 0
@@ -18,9 +21,10 @@ def collate_causal_lm(
 
     A sample is a dict of sequences of integers: input_ids and, where wanted, labels (default: the
     input_ids), attention_mask, position_ids. The latter two are in the inputs only when the
-    samples bring them: under a causal mask, padding on the right is seen by no real token. Raises
-    DataError when there are no samples, or one has no input_ids, keys the others lack, or
-    sequences of unequal lengths.
+    samples bring them: under a causal mask, padding on the right is seen by no real token. Other
+    keys are left alone. Raises DataError when there are no samples or no tokens, or a sample has no
+    input_ids, a misspelt key, keys the others lack, or sequences of unequal lengths or of anything
+    but whole numbers.
     """
     if not samples:
         raise DataError("a micro-batch has no samples; expected at least one")
@@ -33,6 +37,11 @@ def collate_causal_lm(
                 "or none"
             )
     length = max(len(row["input_ids"]) for row in rows)
+    if length == 0:
+        raise DataError(
+            f"all {len(rows)} samples of a micro-batch have empty input_ids; expected at least one "
+            "token"
+        )
     batch = {
         key: torch.stack([_pad(key, row[key], length, pad_token_id) for row in rows])
         for key in rows[0]
@@ -42,12 +51,17 @@ def collate_causal_lm(
 
 def _read_sample(index: int, sample: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The known keys of a sample as 1-D tensors of one length, labels filled in."""
+    if not isinstance(sample, Mapping):
+        raise DataError(
+            f"sample {index} is a {type(sample).__name__}; expected a dict with input_ids"
+        )
     if "input_ids" not in sample:
         raise DataError(f"sample {index} has keys {sorted(sample)}; expected input_ids among them")
+    _check_spelling(index, sample)
     row = {
-        key: torch.as_tensor(sample[key], dtype=torch.long)
-        for key in ("input_ids", "labels", *OPTIONAL_KEYS)
-        if sample.get(key) is not None
+        key: _whole_numbers(f"sample {index}: {key}", sample[key])
+        for key in KNOWN_KEYS
+        if key == "input_ids" or sample.get(key) is not None
     }
     row.setdefault("labels", row["input_ids"].clone())
     shape = tuple(row["input_ids"].shape)
@@ -58,6 +72,36 @@ def _read_sample(index: int, sample: Mapping[str, Any]) -> dict[str, torch.Tenso
                 f"as long as input_ids {shape}"
             )
     return row
+
+
+def _check_spelling(index: int, sample: Mapping[str, Any]) -> None:
+    """DataError for a key that must mean a known one which is not there, such as `label`."""
+    wanted = [key for key in KNOWN_KEYS if key not in sample]
+    for key in sample:
+        if key in KNOWN_KEYS or not isinstance(key, str):
+            continue
+        near = difflib.get_close_matches(key.lower(), wanted, n=1, cutoff=0.8)
+        # "global_attention_mask" is another thing, "label_ids" is not.
+        if near and (near[0] == "labels" or abs(len(key) - len(near[0])) <= 2):
+            raise DataError(
+                f"sample {index} has the key {key!r}, which would be left out; did you mean "
+                f"{near[0]!r}?"
+            )
+
+
+def _whole_numbers(where: str, value: Any) -> torch.Tensor:
+    """A sequence of whole numbers as int64; floats are taken if they are whole."""
+    try:
+        numbers = torch.as_tensor(value)
+        whole = numbers.to(torch.long)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        shown = repr(value)
+        shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+        raise DataError(f"{where} is {shown}; expected a sequence of whole numbers") from None
+    if not torch.equal(whole.to(numbers.dtype), numbers):
+        wrong = numbers[whole.to(numbers.dtype) != numbers].flatten()[0].item()
+        raise DataError(f"{where} holds {wrong:g}; expected whole numbers")
+    return whole
 
 
 def _pad(key: str, row: torch.Tensor, length: int, pad_token_id: int) -> torch.Tensor:

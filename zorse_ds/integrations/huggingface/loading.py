@@ -34,7 +34,10 @@ def read_config(folder: Path) -> PretrainedConfig:
     Looks at names only; no weight is read.
     """
     if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder; expected a Hugging Face checkpoint")
+        found = "is a file" if folder.is_file() else "is not a folder"
+        raise ModelError(
+            f"{folder} {found}; expected the folder of a Hugging Face checkpoint on this machine"
+        )
     path = folder / "config.json"
     model_type = read_json(path, ModelError).get("model_type")
     try:
@@ -59,7 +62,12 @@ def _check_weight_files(folder: Path) -> None:
             f"{folder} holds no safetensors weights (found {', '.join(others) or 'none'}); "
             f"expected {WEIGHTS_NAME} or {INDEX_NAME}"
         )
-    files = set(read_json(index, ModelError).get("weight_map", {}).values())
+    weight_map = read_json(index, ModelError).get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise ModelError(f"{index}: weight_map is no object of file names; expected one")
+    files = set(weight_map.values())
     missing = sorted(name for name in files if not (folder / name).is_file())
     if missing or not files:
         found = f"{missing[0]}, which is not there" if missing else "no file"
@@ -238,13 +246,11 @@ def _first_line(problem: Exception) -> str:
     return (str(problem).strip() or type(problem).__name__).splitlines()[0]
 
 
-def fingerprint_of(folder: Path | None) -> str:
+def fingerprint_of(folder: Path) -> str:
     """What tells a checkpoint from another: names, sizes and both ends of its files.
 
-    Empty for no folder. Reads 128 KiB a file.
+    Reads 128 KiB a file.
     """
-    if folder is None:
-        return ""
     digest = hashlib.sha256()
     for path in sorted((*folder.glob("*.safetensors"), folder / "config.json")):
         size = path.stat().st_size

@@ -1,15 +1,19 @@
-"""`from_pretrained`: a Hugging Face folder as a `ZorsePipelineModule`, and the way back."""
+"""`from_pretrained`, `from_config`: Hugging Face models as `ZorsePipelineModule`s, and back."""
 
-import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+from transformers.utils import logging
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import ModelError, PlanError
+from zorse_ds.integrations.deepspeed.agreement import together
 from zorse_ds.integrations.deepspeed.config import check_config, load_config, plan_from_config
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, init_distributed
 from zorse_ds.integrations.huggingface.collate import collate_causal_lm
@@ -20,6 +24,7 @@ from zorse_ds.integrations.huggingface.saving import (
     write_index_and_config,
     write_stage_weights,
 )
+from zorse_ds.integrations.huggingface.target import SaveTarget
 from zorse_ds.integrations.huggingface.stage import CausalLMStage
 from zorse_ds.integrations.huggingface.stages import CausalLMStages
 from zorse_ds.ranges import Range
@@ -42,19 +47,58 @@ def from_pretrained(
     them if the config enables bf16 or fp16 and keeps masters in full precision. Raises
     `ModelError`, `PlanError` or `ConfigError`. Collective: every rank calls it.
     """
+
+    def read() -> CausalLMStages:
+        return CausalLMStages.from_folder(
+            folder, dtype=dtype, attn_implementation=attn_implementation
+        )
+
+    return _module_of(read, plan, config, "from_pretrained")
+
+
+def from_config(
+    hf_config: PretrainedConfig,
+    plan: Plan | None = None,
+    *,
+    config: str | Path | dict[str, Any] | None = None,
+    seed: int = 1234,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str | None = None,
+) -> ZorsePipelineModule:
+    """The causal language model of a transformers configuration, with random weights.
+
+    For training from the beginning: weights are drawn as the model's own initialisation does, and
+    depend on `seed` alone, not on the plan. All else is as in `from_pretrained`; `save_pretrained`
+    of the engine writes a folder without a tokenizer. Collective: every rank calls it.
+    """
+
+    def read() -> CausalLMStages:
+        return CausalLMStages.from_config(
+            hf_config, dtype=dtype, seed=seed, attn_implementation=attn_implementation
+        )
+
+    return _module_of(read, plan, config, "from_config")
+
+
+def _module_of(
+    read: Callable[[], CausalLMStages],
+    plan: Plan | None,
+    config: str | Path | dict[str, Any] | None,
+    caller: str,
+) -> ZorsePipelineModule:
+    """The module of the stages that `read` gives. Collective."""
     if plan is None and config is not None:
         plan = plan_from_config(config)
     if plan is None:
         raise PlanError(
-            "from_pretrained was given no plan; expected plan=Plan.load(path), or a config with "
+            f"{caller} was given no plan; expected plan=Plan.load(path), or a config with "
             "zorse.plan"
         )
     if config is not None:
         check_config(load_config(config), plan)
     init_distributed()
-    stages = CausalLMStages.from_folder(
-        folder, dtype=dtype, attn_implementation=attn_implementation
-    )
+    with together("reading the model"):
+        stages = read()
     return ZorsePipelineModule(
         plan=plan,
         loss_fn=CausalLMLoss(),
@@ -73,8 +117,12 @@ class PretrainedStages:
 
     @property
     def fingerprint(self) -> str:
-        """See `StageSource.fingerprint`: the files' names, sizes and both ends."""
-        return fingerprint_of(self._stages.folder)
+        """See `StageSource.fingerprint`: of the files, or of configuration and seed."""
+        stages = self._stages
+        if stages.folder is not None:
+            return fingerprint_of(stages.folder)
+        facts = f"{stages.config.to_json_string(use_diff=False)} {stages.seed} {stages.dtype}"
+        return hashlib.sha256(facts.encode()).hexdigest()
 
     def build(self, layers: Range, *, recompute: int, owns: Callable[[int], bool]) -> CausalLMStage:
         """See `StageSource.build`; every stage holds its own copy of tied weights."""
@@ -83,7 +131,8 @@ class PretrainedStages:
                 f"recompute_every is {recompute}, but a Hugging Face model's own forward runs "
                 "block by block; expected 1"
             )
-        return self._stages.build(layers.start, layers.stop, recompute=bool(recompute))
+        with _one_progress_bar():
+            return self._stages.build(layers.start, layers.stop, recompute=bool(recompute))
 
     def save_pretrained(
         self,
@@ -96,45 +145,46 @@ class PretrainedStages:
         """Write weights, index, config and tokenizer so that transformers loads them.
 
         The first rank of each group writes its stages, one after the other; `whole(stage)` makes a
-        stage's parameters whole meanwhile. All is written beside `folder` and moved in
-        at the end, the index last. Collective: every rank; `folder` must be seen by all of them.
+        stage's parameters whole meanwhile. All is written into a hidden folder inside `folder` and
+        moved in at the end, the index last. Raises `ModelError` on all ranks when one cannot write.
+        Collective: every rank; `folder` must be seen by all of them.
         """
-        folder = Path(folder)
-        unfinished = folder.with_name(f".{folder.name}.unfinished")
-        if world.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-        world.gather_objects(None)
+        target = SaveTarget(folder, world)
         weight_map: dict[str, tuple[str, int]] = {}
         writes = world.rank == plan.group_of_rank(world.rank).ranks[0]
         for stage, model in models.items():
             name = weights_file_name(stage, len(plan.stages))
             owns_tied = stage == 0 or not self.tied_layers
-            with whole(stage):
+            # Making parameters whole takes all ranks of the group, so a failure waits for the end.
+            with whole(stage), target.attempt():
                 if writes:
-                    weight_map |= write_stage_weights(model, unfinished, name, owns_tied=owns_tied)
-        maps = world.gather_objects(weight_map)
-        if world.rank == 0:
-            merged = {key: at for own in maps for key, at in own.items()}  # type: ignore[attr-defined]
-            self._finish(folder, unfinished, merged, next(iter(models.values())))
-        world.gather_objects(None)
+                    weight_map |= write_stage_weights(
+                        model, target.unfinished, name, owns_tied=owns_tied
+                    )
+        maps = target.agree(weight_map)
+        with target.attempt():
+            if world.rank == 0:
+                merged = {key: at for own in maps for key, at in own.items()}
+                self._finish(target, merged, next(iter(models.values())))
+        target.agree(None)
 
     def _finish(
-        self,
-        folder: Path,
-        unfinished: Path,
-        weight_map: dict[str, tuple[str, int]],
-        model: CausalLMStage,
+        self, target: SaveTarget, weight_map: dict[str, tuple[str, int]], model: CausalLMStage
     ) -> None:
         dtype = next((p.dtype for p in model.parameters()), self._stages.dtype)
         source = self._stages.folder or self._stages.config
-        write_index_and_config(source, unfinished, weight_map, dtype=dtype)
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("model*.safetensors*"):
-            old.unlink()
-        for path in sorted(unfinished.iterdir(), key=lambda path: path.name.endswith("index.json")):
-            target = folder / path.name
-            if target.is_dir():
-                shutil.rmtree(target)
-            path.replace(target)
-        unfinished.rmdir()
+        write_index_and_config(source, target.unfinished, weight_map, dtype=dtype)
+        target.finish()
+
+
+@contextmanager
+def _one_progress_bar() -> Iterator[None]:
+    """Only rank 0 shows how transformers loads weights."""
+    if dist.get_rank() == 0 or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

@@ -82,6 +82,8 @@ class CausalLMStage(nn.Module):
             output = self.model(**inputs, use_cache=False, return_dict=True)
         except StageExit as exit_:
             return exit_.hidden, mask, positions
+        except IndexError as problem:
+            raise self._outside(inputs, problem) from problem
         finally:
             self._received = None
         assert self.is_last, "a stage without the head ends at its last block"
@@ -170,6 +172,27 @@ class CausalLMStage(nn.Module):
                 f"a batch holds {sorted(batch)}; expected input_ids and optionally "
                 "attention_mask and position_ids"
             )
+
+    def _outside(self, inputs: dict[str, torch.Tensor], problem: IndexError) -> Exception:
+        """What an IndexError of the embeddings means; any other as it is."""
+        embeddings = self.model.get_input_embeddings() if self.is_first else None
+        size = getattr(embeddings, "num_embeddings", None)
+        if size is None:
+            return problem
+        ids = inputs["input_ids"]
+        outside = ids[(ids < 0) | (ids >= size)]
+        if len(outside):
+            return DataError(
+                f"a batch holds the input id {int(outside[0])}; expected 0 to {size - 1}, the "
+                "model's vocabulary"
+            )
+        most = getattr(self.model.config, "max_position_embeddings", None)
+        if most is None or (ids.shape[1] <= most and "position_ids" not in inputs):
+            return problem
+        return DataError(
+            f"a batch holds positions that the model does not know (samples of {ids.shape[1]} "
+            f"tokens); expected at most {most} tokens and positions below {most}"
+        )
 
     def _check_accepted(self, inputs: dict[str, torch.Tensor]) -> None:
         """DataError for an optional input that this model's forward has no argument for."""

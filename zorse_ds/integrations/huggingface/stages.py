@@ -23,7 +23,7 @@ class CausalLMStages:
 
     Attributes: `layer_names`, one per pipeline layer; `tied_layers`, tuples of layers that share
     parameters; `parameter_counts`, parameters per pipeline layer (a tied head counts in both);
-    `config`, `dtype`, `structure`, and `folder` (None for random weights).
+    `config`, `dtype`, `structure`, `seed`, and `folder` (None for random weights).
     """
 
     def __init__(
@@ -35,6 +35,8 @@ class CausalLMStages:
         attn_implementation: str | None,
         seed: int,
     ) -> None:
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ModelError(f"dtype is {dtype!r}; expected one such as torch.float32")
         where = str(folder / "config.json") if folder else f"the {type(config).__name__} given"
         model = build_on_meta(config, where, attn_implementation)
         shapes = [(n, p.numel()) for n, p in model.named_parameters(remove_duplicate=False)]
@@ -44,7 +46,7 @@ class CausalLMStages:
         self.folder = folder
         self.dtype = dtype
         self._attn_implementation = attn_implementation
-        self._seed = seed
+        self.seed = seed
         self.layer_names: tuple[str, ...] = self.structure.layer_names
         last = self.structure.num_layers - 1
         self.tied_layers: tuple[tuple[int, ...], ...] = ((0, last),) if self.structure.ties else ()
@@ -66,6 +68,10 @@ class CausalLMStages:
         Raises ModelError when the folder is no checkpoint of a causal language model with
         safetensors weights, or its model cannot be cut into stages.
         """
+        if not isinstance(folder, str | Path) or not str(folder):
+            raise ModelError(
+                f"the folder is {folder!r}; expected the path of a Hugging Face checkpoint"
+            )
         folder = Path(folder)
         return cls(
             read_config(folder),
@@ -88,6 +94,13 @@ class CausalLMStages:
 
         Raises ModelError when its model cannot be cut into stages.
         """
+        if not isinstance(config, PretrainedConfig):
+            raise ModelError(
+                f"the configuration is a {type(config).__name__}; expected one of transformers', "
+                "such as LlamaConfig(...)"
+            )
+        if type(seed) is not int or seed < 0:
+            raise ModelError(f"seed is {seed!r}; expected a whole number from 0")
         return cls(
             copy.deepcopy(config),
             folder=None,
@@ -136,5 +149,5 @@ class CausalLMStages:
             (start, stop),
             dtype=self.dtype,
             attn_implementation=self._attn_implementation,
-            seed=self._seed,
+            seed=self.seed,
         )
