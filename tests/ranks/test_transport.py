@@ -219,7 +219,7 @@ def silent_peer(rank: int) -> tuple[str, float]:
 def test_a_silent_peer_is_named_in_time() -> None:
     (message, elapsed_s), _ = run_ranks(2, silent_peer, timeout_s=30)
     assert "rank 0 waited in vain for RecvActivation of samples" in message
-    assert "between stage 0 rank 1 and stage 1 rank 0, but rank 1 did not deliver" in message
+    assert "between stage 0 rank 1 and stage 1 rank 0, which rank 1 did not deliver" in message
     assert TIMEOUT_S * 0.9 < elapsed_s < TIMEOUT_S + 2
 
 
@@ -260,7 +260,7 @@ def test_a_dead_peer_is_named_at_once() -> None:
         run_ranks(2, dying_peer, timeout_s=30)
     assert time.monotonic() - start < 10
     assert "TransportError: rank 0 waited in vain for RecvActivation" in str(caught.value)
-    assert "but rank 1 did not deliver" in str(caught.value)
+    assert "which rank 1 did not deliver" in str(caught.value)
 
 
 class Deadly(Block):
@@ -296,5 +296,5 @@ def test_a_rank_that_dies_in_training_ends_the_others_with_its_name() -> None:
     assert time.monotonic() - start < 20
     assert "rank 1 died" in message
     assert "TransportError: rank 0 waited in vain for RecvGrad" in message
-    assert "but rank 1 did not deliver" in message
+    assert "which rank 1 did not deliver" in message
     assert "on rank 0 at BackwardPass" in message
