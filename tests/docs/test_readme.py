@@ -104,10 +104,23 @@ def zorse_names_of(source: str) -> set[str]:
     return names | {a.name for n in imports if n.module == "zorse_ds" for a in n.names}
 
 
+def placeholders_of(text: str) -> list[str]:
+    """Lines that wait for a number: a name between pairs of @ signs."""
+    return [line for line in text.splitlines() if "@@" in line]
+
+
+def modules_run_in(text: str) -> set[str]:
+    """The X.Y of every `python -m X.Y` of this repository."""
+    return set(re.findall(r"python -m ((?:benchmarks|tools|zorse_ds)[\w.]*\w)", text))
+
+
 TEXT = README.read_text(encoding="utf-8") if README.exists() else ""
 BLOCKS = blocks_of(TEXT)
 JSON_BLOCKS = [block for block in BLOCKS if block.language == "json"]
 PYTHON_BLOCKS = [block for block in BLOCKS if block.language == "python"]
+
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
 
 
 def by_line(block: Block) -> str:
@@ -129,6 +142,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_readme_exists() -> None:
     assert TEXT.strip(), f"{README.name} is missing or empty"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_nothing_is_left_to_fill_in(document: Path) -> None:
+    assert placeholders_of(document.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("name", sorted(modules_run_in(TEXT)))
+def test_module_exists(name: str) -> None:
+    path = ROOT.joinpath(*name.split("."))
+    assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
 
 
 @pytest.mark.parametrize("command", zorse_commands_of(BLOCKS))

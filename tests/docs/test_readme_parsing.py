@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.docs.test_readme import (
     blocks_of,
+    modules_run_in,
+    placeholders_of,
     plans_in,
     relative_links_of,
     zorse_commands_of,
@@ -61,3 +63,9 @@ def test_links_are_relative_and_outside_code() -> None:
 def test_names_of_the_package_are_found() -> None:
     python = next(b for b in blocks_of(TEXT) if b.language == "python")
     assert zorse_names_of(python.body) == {"Plan", "from_pretrained"}
+
+
+def test_placeholders_and_modules_are_found() -> None:
+    text = "it takes @@TIME@@ s (`python -m benchmarks.overhead`),\nlike python -m pip install."
+    assert placeholders_of(text) == ["it takes @@TIME@@ s (`python -m benchmarks.overhead`),"]
+    assert modules_run_in(text) == {"benchmarks.overhead"}

@@ -9,7 +9,10 @@ from types import ModuleType
 
 import pytest
 
+from tests.inprocess.data_tokenizer import make_tokenizer
+from tests.inprocess.hf_models import CONFIGS, save_checkpoint
 from zorse_ds import Plan
+from zorse_ds.errors import DataError, ModelError
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 SMOLLM2_PIPELINE_LAYERS = 32
@@ -39,6 +42,7 @@ def test_demo_plan_fits_model_and_configuration() -> None:
         (["--steps", "0"], "--steps is '0'; expected a whole number above 0"),
         (["--stpes", "1"], "unknown argument '--stpes'"),
         (["--plan"], "--plan needs a value"),
+        (["--plan", "../../x"], "--plan is '../../x'; expected the name of a file in launch/plans"),
     ],
 )
 def test_demo_names_mistakes(arguments: list[str], sentence: str, tmp_path: Path) -> None:
@@ -46,6 +50,58 @@ def test_demo_names_mistakes(arguments: list[str], sentence: str, tmp_path: Path
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert sentence in result.stderr
+
+
+def test_demo_help_names_its_plans() -> None:
+    command = [shutil.which("bash") or "bash", str(LAUNCH / "demo.sh"), "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for plan in (LAUNCH / "plans").glob("*.json"):
+        assert plan.stem in text
+        assert Plan.load(plan).num_layers == SMOLLM2_PIPELINE_LAYERS
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_finetune_ends_with_the_sentence(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 at once; others only when rank 0 has not ended the job meanwhile."""
+    script = load_script("finetune")
+    waited: list[float] = []
+    heard: list[str] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        heard.append(capsys.readouterr().err)
+
+    def fail(args: object) -> None:
+        raise DataError("it is empty")
+
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(script, "parse_arguments", lambda: None)
+    monkeypatch.setattr(script, "run", fail)
+    monkeypatch.setattr(script.time, "sleep", wait)
+    with pytest.raises(SystemExit) as caught:
+        script.main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "it is empty\n"
+    assert (waited, heard) == (([], []) if rank == 0 else ([script.OTHERS_WAIT_S], [""]))
+
+
+def test_finetune_wants_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match="has no tokenizer") as caught:
+        load_script("finetune").load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_generate_prints_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(CONFIGS["llama"](), tmp_path)
+    make_tokenizer(eos_token="<end>").save_pretrained(tmp_path)
+    monkeypatch.setattr("sys.argv", ["generate.py", str(tmp_path), "w1 w2 w3"])
+    load_script("generate").main()
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_docstrings_are_found_once_with_their_signature(tmp_path: Path) -> None:

@@ -127,3 +127,19 @@ def test_broken_json_is_named(tmp_path: Path) -> None:
     path.write_text('{"text": "one"}\n{"text": \n')
     with pytest.raises(DataError, match=r"a.jsonl cannot be read as json: "):
         load_source(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"])
+def test_an_empty_file_is_one_sentence(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith(".gz") else b"")
+    with pytest.raises(
+        DataError, match=r"is empty; expected at least one|cannot be read as parquet"
+    ):
+        load_source(tmp_path / name)
+
+
+@pytest.mark.parametrize("value", [7, [1, 2], True])
+def test_a_column_without_text_is_refused(value: object, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": value}) + "\n")
+    with pytest.raises(DataError, match=r"column 'text' holds .*; expected text"):
+        load_source(tmp_path / "a.jsonl")

@@ -134,5 +134,5 @@ def test_ids_outside_the_vocabulary_and_long_samples_are_refused() -> None:
     stage = CausalLMStages.from_config(CONFIGS["gpt2"]()).build(0, 2)
     with pytest.raises(DataError, match="holds the input id 64; expected 0 to 63"):
         stage({"input_ids": torch.tensor([[1, 64]])})
-    with pytest.raises(DataError, match="samples of 65 tokens.; expected at most 64"):
+    with pytest.raises(DataError, match=r"samples of 65 tokens.; expected at most 64"):
         stage({"input_ids": torch.ones(1, 65, dtype=torch.long)})

@@ -130,7 +130,9 @@ def _read_files(files: list[Path], split: str | None, text_column: str) -> datas
             split=split or "train",
             **options,
         )
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as problem:
+    except StopIteration:
+        raise DataError(f"{first} is empty; expected at least one sample") from None
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as problem:
         reason = problem.__cause__ or problem
         raise DataError(f"{first} cannot be read as {formats[first]}: {reason}") from problem
     if formats[first] == "text" and text_column != "text":
@@ -154,3 +156,6 @@ def _check_columns(dataset: datasets.Dataset, source: Source, text_column: str) 
             f"{source} has no column {text_column!r}; expected one of its columns "
             f"{listed(columns)} as text_column{suggestion(text_column, columns)}"
         )
+    kind = getattr(dataset.features.get(text_column), "dtype", "a list")
+    if "input_ids" not in columns and kind not in ("string", "large_string", "null"):
+        raise DataError(f"{source}: column {text_column!r} holds {kind}; expected text")

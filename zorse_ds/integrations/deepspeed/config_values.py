@@ -160,8 +160,8 @@ def _typed(
         yield f"{where}.type is {section['type']!r}; expected a text"
     elif section["type"] != "auto" and not finds(section["type"]):
         lower = {name.lower(): name for name in reversed(list(known))}
-        near = nearest(section["type"].lower(), lower)
-        meant = f"; did you mean {lower[near]!r}?" if near else ""
+        found = nearest(section["type"].lower(), lower)
+        meant = f"; did you mean {lower[found]!r}?" if found else ""
         yield (
             f"{where}.type is {section['type']!r}, which neither DeepSpeed nor torch.optim knows; "
             f"expected one that they know{meant}"

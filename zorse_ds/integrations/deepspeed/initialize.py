@@ -45,10 +45,7 @@ def initialize(
     init_distributed()
     chosen = _chosen_config(args, config_params if config is None else config)
     settings = _settled_config(chosen, model.plan)
-    if training_data is not None:
-        # DeepSpeed takes an empty data set for none.
-        with together("reading training_data"):
-            check_dataset(training_data)
+    _check_data(training_data)
     zero.partition_parameters.shutdown_init_context()
     config_class = DeepSpeedConfig(settings, model.mpu())
     set_optimizer_flags(config_class, model)
@@ -79,6 +76,13 @@ def _settled_config(config: Any, plan: Plan) -> dict[str, Any]:
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         settings.pop(key, None)
     return settings
+
+
+def _check_data(training_data: Any) -> None:
+    """Collective: an empty data set is refused, which DeepSpeed would take for none."""
+    with together("reading training_data"):
+        if training_data is not None:
+            check_dataset(training_data)
 
 
 def _chosen_config(args: Any, config: Any) -> Any:

@@ -24,9 +24,9 @@ from zorse_ds.integrations.huggingface.saving import (
     write_index_and_config,
     write_stage_weights,
 )
-from zorse_ds.integrations.huggingface.target import SaveTarget
 from zorse_ds.integrations.huggingface.stage import CausalLMStage
 from zorse_ds.integrations.huggingface.stages import CausalLMStages
+from zorse_ds.integrations.huggingface.target import SaveTarget
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.dist_world import DistWorld
 
