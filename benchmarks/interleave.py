@@ -49,6 +49,8 @@ CONFIG: dict[str, Any] = {
 }
 ZERO2 = "ZeRO-2, 1F1B"
 ZERO3 = "ZeRO-3, a gather a micro-batch"
+PLAIN = "plain order"
+"""The paper's order, without turning around at the last stage."""
 
 
 def plan_of(kind: str, interleave: int, micro_batches: int) -> Plan:
@@ -62,7 +64,8 @@ def plan_of(kind: str, interleave: int, micro_batches: int) -> Plan:
     return Plan.from_dict(
         {
             "global_batch_size": WIDTH * micro_batches,
-            "schedule": "ministage" if kind == "ministage" else "1f1b",
+            "schedule": "ministage" if kind in ("ministage", PLAIN) else "1f1b",
+            "turnaround": kind != PLAIN,
             "groups": [
                 {
                     "name": f"group {g}",
@@ -165,7 +168,8 @@ def compare(
     interleaves: list[int], micro_batches: int, length: int, rounds: int, steps: int
 ) -> Any:
     """All kinds in turns, `rounds` times."""
-    kinds = [(ZERO2, 1), (ZERO3, 1), *(("ministage", v) for v in interleaves)]
+    ministages = [("ministage", v) for v in interleaves]
+    kinds = [(ZERO2, 1), (ZERO3, 1), *ministages, (PLAIN, max(interleaves))]
     runs: dict[tuple[str, int], list[list[dict[str, Any]]]] = defaultdict(list)
     for kind in track(kinds * rounds, description="interleave"):
         plan = plan_of(*kind, micro_batches)
@@ -176,7 +180,9 @@ def compare(
 
 
 def _result(kind: tuple[str, int], results: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    name = kind[0] if kind[0] != "ministage" else f"ministages, interleave {kind[1]}"
+    name = {"ministage": f"ministages, interleave {kind[1]}"}.get(kind[0], kind[0])
+    if kind[0] == PLAIN:
+        name = f"interleave {kind[1]}, {PLAIN}"
     worst = max(results[0], key=lambda rank: rank["peak_bytes"])
     return {
         "kind": name,
