@@ -215,20 +215,19 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    names = [result["kind"].replace(", ", "\n") for result in results]
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.6), sharey=True, layout="constrained")
+    names = [result["kind"] for result in results]
     base = results[0]
-    bottom = [0.0] * len(results)
+    left = [0.0] * len(results)
     for purpose in ("parameters", "gradients", "optimizer", "activations", "buffers"):
         parts = [r["at_peak"].get(purpose, 0) / base["peak_bytes"] for r in results]
-        axes[0].bar(names, parts, bottom=bottom, label=purpose)
-        bottom = [b + p for b, p in zip(bottom, parts, strict=True)]
+        axes[0].barh(names, parts, left=left, label=purpose)
+        left = [b + p for b, p in zip(left, parts, strict=True)]
     axes[0].set_title("peak memory of the largest rank, ZeRO-2 = 1")
-    axes[0].legend(fontsize="small")
-    axes[1].bar(names, [r["step_s"] / base["step_s"] for r in results], color="grey")
+    axes[0].legend(fontsize="small", loc="lower right")
+    axes[0].invert_yaxis()
+    axes[1].barh(names, [r["step_s"] / base["step_s"] for r in results], color="grey")
     axes[1].set_title("step time, ZeRO-2 = 1")
-    for axis in axes:
-        axis.tick_params(axis="x", labelsize="x-small")
     figure.savefig(path, dpi=120)
 
 

@@ -24,7 +24,7 @@ from zorse_ds.core.plan import Plan
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.local import LocalWorld
 from zorse_ds.runtime.losses import Criterion
-from zorse_ds.runtime.optimizer import ShardedOptimizer
+from zorse_ds.runtime.optimizer import ShardedOptimizer, StageParameters
 from zorse_ds.runtime.stage import StageRunner
 from zorse_ds.runtime.step import StepRule
 from zorse_ds.runtime.transport import Receive
@@ -92,12 +92,17 @@ def worker() -> Worker:
     world = LocalWorld(1).process_group(0, [0])
     nothing = torch.nn.Parameter(torch.zeros(0))
     optimizer = ShardedOptimizer(
-        {}, {}, [{}], lambda bucket: 0, lambda groups: torch.optim.SGD([nothing], lr=0), world
+        {1: StageParameters((), (), ())},
+        {},
+        [{}],
+        lambda bucket: 0,
+        lambda groups: torch.optim.SGD([nothing], lr=0),
+        world,
     )
     criterion = Criterion(None)
     device = torch.device("cpu")
     wires = AnsweringWires()
-    return Worker(RANK, {1: EmptyRunner()}, criterion, wires, optimizer, {}, world, device)
+    return Worker(RANK, {1: EmptyRunner()}, criterion, wires, optimizer, {1: world}, world, device)
 
 
 def measure(micro_batches: int, repeats: int) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class MemoryLedger(TorchDispatchMode):
     def counting(self) -> Iterator[None]:
         """Count inside: a step, after the last peak is forgotten."""
         self.report = MemoryReport()
-        self._refresh()
+        self.refresh()
         with self:
             yield
 
@@ -81,7 +81,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def after(self) -> None:
         """Name the purpose of what is known by now and note what is held."""
-        self._refresh()
+        self.refresh()
         self.report.after.append((self._instruction, self.held_bytes))
 
     def __torch_dispatch__(
@@ -108,7 +108,7 @@ class MemoryLedger(TorchDispatchMode):
             self._add(entry.purpose, num_bytes - entry.num_bytes)
             entry.num_bytes = num_bytes
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Storages of known tensors may have been resized, and may have got a purpose or a home."""
         if self._host is not None:
             for key in self._entries.keys() & self._host.storages:

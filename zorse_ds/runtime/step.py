@@ -251,7 +251,7 @@ class TrainingStep(ForwardStep):
     def backward(self, at: ComputeInstruction) -> None:
         """Join arrived gradients, go back through the layers, cut what leaves."""
         self.worker.trained.finish_gather(at.stage)
-        self.worker.trained.open_grads(at.stage)
+        self.worker.open_grads(at.stage)
         runner = self.worker.runners[at.stage]
         if at.stage == self.last_stage:
             runner.backward_from_loss(at.micro_batch, self.roots.pop(at.micro_batch))

@@ -81,6 +81,12 @@ class Worker:
         assert self.optimizer is not None, "this worker only evaluates"
         return self.optimizer
 
+    def open_grads(self, stage: int) -> None:
+        """Before a stage's first backward; a ledger is told, for the peak may come within it."""
+        self.trained.open_grads(stage)
+        if self.ledger is not None:
+            self.ledger.refresh()
+
     def train(self, trace: Trace, batch: Batch, rule: StepRule) -> StepReport:
         """Run one training step. Collective: every rank of the plan."""
         self.trained.begin()
