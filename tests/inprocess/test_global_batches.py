@@ -95,7 +95,9 @@ def test_samples_of_unlike_shape_need_a_collator() -> None:
 
 def test_batch_fn_comes_before_the_device() -> None:
     batch = as_batch(SAMPLES[:3], default_collate_fn)
-    placed = PlacedBatch(batch, torch.device("cpu"), lambda pair: (pair[0] * 2, pair[1]))
+    placed = PlacedBatch(
+        batch, torch.device("cpu"), torch.float32, lambda pair: (pair[0] * 2, pair[1])
+    )
     inputs, _ = placed.load(Range(2, 3))
     assert inputs.tolist() == [[4.0, 4.0, 4.0]]
     assert placed.num_samples == 3
@@ -148,3 +150,10 @@ def test_a_checksum_tells_equal_batches_from_others(make: Any) -> None:
     assert checksum_of(make(5)) == checksum_of(make(5))
     assert checksum_of(make(5)) != checksum_of(make(6))
     assert checksum_of(make(5)) != checksum_of(make(5)[::-1])
+
+
+def test_float_inputs_take_the_dtype_of_the_group_and_labels_stay() -> None:
+    batch = CollatedBatch((torch.ones(2, 3), torch.ones(2)))
+    placed = PlacedBatch(batch, torch.device("cpu"), torch.bfloat16, None)
+    inputs, labels = placed.load(Range(0, 2))
+    assert (inputs.dtype, labels.dtype) == (torch.bfloat16, torch.float32)

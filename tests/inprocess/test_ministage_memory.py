@@ -14,6 +14,7 @@ from tests.inprocess.ministage_cases import HOSTS, job, layers, ministage_plan
 from tests.random_plans import uniform_ministage_plan
 from zorse_ds.core.plan import Plan
 from zorse_ds.core.shards import ShardLayout
+from zorse_ds.errors import ModelError
 from zorse_ds.runtime.local import LocalProcessGroup
 from zorse_ds.runtime.optimizer import ShardedOptimizer
 from zorse_ds.schedule.instructions import ReshardParams, UnshardParams
@@ -184,6 +185,18 @@ def test_what_was_made_whole_is_dropped_when_its_reader_fails() -> None:
         assert sharded.flat.data.untyped_storage().nbytes()
         raise OSError("disk full")
     assert not sharded.flat.data.untyped_storage().nbytes()
+
+
+def test_making_whole_may_be_nested_and_knows_its_stages() -> None:
+    plan = uniform_ministage_plan(1, 1, 3, 2)
+    (optimizer,) = run(Job(blocks(2), CountedError()), plan, [Step(vectors(0, 3))]).optimizers
+    (sharded,) = optimizer.stages[0].sharded
+    with optimizer.whole(0):
+        with optimizer.whole(0):
+            pass
+        assert sharded.flat.data.untyped_storage().nbytes()
+    with pytest.raises(ModelError, match="stage 7 is not on this rank"), optimizer.whole(7):
+        pass
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

@@ -133,3 +133,25 @@ def test_what_was_trained_is_saved(name: str, trained: Trained) -> None:
         assert (found[key] - value).abs().max() < 1e-5, key
     for rank in told:
         assert rank[name] == pytest.approx(losses, rel=1e-5)
+
+
+def save_with_dtypes(rank: int, folder: Path) -> None:
+    """Save a model of which one group computes in bf16."""
+    data = PLAN.to_dict()
+    data["groups"][0]["dtype"] = "bfloat16"
+    model = zorse_ds.from_pretrained(folder / "untied", plan=Plan.from_dict(data))
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "steps_per_print": None}
+    engine = zorse_ds.initialize(model=model, config=config)[0]
+    engine.save_pretrained(str(folder / "unlike dtypes"))
+
+
+def test_the_saved_config_loses_no_groups_precision(tmp_path: Path) -> None:
+    make_model(tmp_path / "untied", False)
+    run_ranks(3, save_with_dtypes, tmp_path, timeout_s=60)
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "unlike dtypes")
+    assert model.config.dtype == torch.float32
+    expected = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "untied").state_dict()
+    for key, value in model.state_dict().items():
+        exact = torch.equal(value, expected[key])
+        assert exact or torch.equal(value, expected[key].to(torch.bfloat16).float()), key
+    assert torch.equal(model.lm_head.weight, expected["lm_head.weight"])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zorse_ds.errors import ModelError
 from zorse_ds.runtime.bucket import Bucket
 from zorse_ds.runtime.flat import FlatParameters, NamedParameter
 from zorse_ds.runtime.host_memory import HostMemory
@@ -76,6 +77,7 @@ class ShardedOptimizer:
         self._squares: dict[int, float] = {}
         self._open: set[int] = set()
         self._gathering: set[int] = set()
+        self._whole: set[int] = set()
         groups = [{**options, "params": []} for options in group_options]
         for bucket in self.buckets:
             groups[group_of(bucket)]["params"].append(bucket.master)
@@ -139,12 +141,25 @@ class ShardedOptimizer:
 
     @contextmanager
     def whole(self, stage: int) -> Iterator[None]:
-        """Collective over the stage's group: its parameters are whole inside the `with`."""
+        """Collective over the stage's group: its parameters are whole inside the `with`.
+
+        May be nested. Raises `ModelError` for a stage that this rank does not host.
+        """
+        if stage not in self.stages:
+            raise ModelError(
+                f"stage {stage} is not on this rank, which hosts {sorted(self.stages)}; expected "
+                "one of them"
+            )
+        if stage in self._whole:
+            yield
+            return
+        self._whole.add(stage)
         self.start_gather(stage)
         self.finish_gather(stage)
         try:
             yield
         finally:
+            self._whole.discard(stage)
             self.drop(stage)
 
     def open_grads(self, stage: int) -> None:

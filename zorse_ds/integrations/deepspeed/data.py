@@ -103,12 +103,19 @@ class Columns:
 
 
 class PlacedBatch:
-    """Any batch, moved to a device after an optional function of the user's."""
+    """Any batch, moved to a device after an optional function of the user's.
+
+    Inputs in float32 are given the dtype that the rank's group computes in; labels stay.
+    """
 
     def __init__(
-        self, batch: GlobalBatch, device: torch.device, batch_fn: Callable[[Any], Any] | None
+        self,
+        batch: GlobalBatch,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_fn: Callable[[Any], Any] | None,
     ) -> None:
-        self._batch, self._device, self._batch_fn = batch, device, batch_fn
+        self._batch, self._device, self._dtype, self._batch_fn = batch, device, dtype, batch_fn
         self.num_samples = batch.num_samples
 
     def load(self, samples: Range) -> tuple[Any, Any]:
@@ -120,8 +127,12 @@ class PlacedBatch:
         def move(leaf: Any) -> Any:
             return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
+        def cast(leaf: Any) -> Any:
+            is_float = isinstance(leaf, Tensor) and leaf.dtype == torch.float32
+            return leaf.to(self._dtype) if is_float else leaf
+
         inputs, labels = tree_map(move, pair)
-        return inputs, labels
+        return tree_map(cast, inputs), labels
 
 
 class ZorseLoader:

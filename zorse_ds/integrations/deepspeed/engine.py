@@ -169,7 +169,7 @@ class ZorseEngine(PipelineEngine):
             raise
         if not isinstance(batch, IndexedBatch):
             agree_on_batch(self.parts.world, batch)
-        return PlacedBatch(batch, self.device, self.batch_fn)
+        return PlacedBatch(batch, self.device, self.parts.dtype, self.batch_fn)
 
     # ---- steps
 
@@ -293,7 +293,7 @@ class ZorseEngine(PipelineEngine):
     def whole(self, stage: int) -> AbstractContextManager[None]:
         """Inside, the parameters of one of this rank's stages can be read, at `zero_level` 3 too.
 
-        Collective: every rank of the stage's group.
+        What is written inside is lost at that level. Collective: every rank of the stage's group.
         """
         return nullcontext() if self.optimizer is None else self.optimizer.sharded.whole(stage)
 

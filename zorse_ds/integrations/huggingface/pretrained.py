@@ -2,7 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -162,16 +164,21 @@ class PretrainedStages:
                         model, target.unfinished, name, owns_tied=owns_tied
                     )
         maps = target.agree(weight_map)
+        dtypes = target.agree([p.dtype for model in models.values() for p in model.parameters()])
         with target.attempt():
             if world.rank == 0:
                 merged = {key: at for own in maps for key, at in own.items()}
-                self._finish(target, merged, next(iter(models.values())))
+                self._finish(target, merged, {dtype for own in dtypes for dtype in own})
         target.agree(None)
 
     def _finish(
-        self, target: SaveTarget, weight_map: dict[str, tuple[str, int]], model: CausalLMStage
+        self,
+        target: SaveTarget,
+        weight_map: dict[str, tuple[str, int]],
+        dtypes: AbstractSet[torch.dtype],
     ) -> None:
-        dtype = next((p.dtype for p in model.parameters()), self._stages.dtype)
+        """Complete the folder; its config names a dtype that loses nothing of any group's."""
+        dtype = reduce(torch.promote_types, dtypes, next(iter(dtypes)))
         source = self._stages.folder or self._stages.config
         write_index_and_config(source, target.unfinished, weight_map, dtype=dtype)
         target.finish()
