@@ -34,6 +34,8 @@ class MemoryReport:
     """What the peak consists of."""
     peak_instruction: str = ""
     """The instruction under way at the peak."""
+    allocator_peak_bytes: int | None = None
+    """What CUDA's allocator says its peak was; None elsewhere."""
     after: list[tuple[str, int]] = field(default_factory=list)
     """Bytes held after each instruction."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zorse_ds.runtime.ledger import MemoryLedger, MemoryReport
+from zorse_ds.runtime.ledger import MemoryLedger, MemoryReport, allocator_peak_bytes
 from zorse_ds.runtime.losses import Criterion
 from zorse_ds.runtime.optimizer import ShardedOptimizer
 from zorse_ds.runtime.process_groups import ProcessGroup
@@ -72,8 +72,6 @@ class Worker:
         """Boundaries at which the dtype changes → (above, below)."""
         self.ledger: MemoryLedger | None = None
         """Set to count memory; costs time."""
-        self.current: Instruction | None = None
-        """The instruction under way, for reports about a rank that hangs."""
 
     @property
     def trained(self) -> ShardedOptimizer:
@@ -113,7 +111,10 @@ class Worker:
         return StepReport(loss, count, float("nan"), None, timeline, memory, outputs=step.outputs)
 
     def _memory_report(self) -> MemoryReport | None:
-        return None if self.ledger is None else self.ledger.report
+        if self.ledger is None:
+            return None
+        self.ledger.report.allocator_peak_bytes = allocator_peak_bytes(self.device)
+        return self.ledger.report
 
     def _execute(self, trace: Trace, step: ForwardStep) -> Timeline:
         program = trace.project(self.rank)
@@ -129,12 +130,10 @@ class Worker:
                 stop = clock()
                 marks.append((instruction, start - origin, stop - origin))
                 start = stop
-        self.current = None
         self.transport.end()
         return Timeline(tuple(_span(*mark) for mark in marks))
 
     def _run(self, handlers: Handlers, instruction: Instruction) -> None:
-        self.current = instruction
         try:
             handlers[type(instruction)](instruction)
         except Exception as error:
