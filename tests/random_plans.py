@@ -130,7 +130,8 @@ def _hosts(rng: random.Random, num_groups: int, max_stages: int) -> list[int]:
 
 def _recompute(rng: random.Random) -> dict[str, Any]:
     mode = rng.choice(["none", "none", "full"])
-    return {"recompute": mode, "recompute_every": rng.choice([1, 2])}
+    every = rng.choice([1, 2])
+    return {"recompute": mode, "recompute_every": every} if mode == "full" else {}
 
 
 def uniform_ministage_plan(

@@ -30,6 +30,18 @@ class ConfigError(ZorseError):
     """The DeepSpeed JSON has an unknown key or one that contradicts the plan."""
 
 
+class ClusterError(ZorseError):
+    """A cluster, hostfile or GPU name is malformed or unknown."""
+
+
+class ProfileError(ZorseError):
+    """A profile is malformed, or lacks what it is asked for."""
+
+
+class PlannerError(ZorseError):
+    """No plan can be found: the sentence says what is missing and the nearest feasible change."""
+
+
 class ModelError(ZorseError):
     """A model cannot be loaded, is not understood, or does not fit the plan."""
 

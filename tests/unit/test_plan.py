@@ -141,6 +141,24 @@ WRONG = [
         "expected 2 fewer",
     ),
     (
+        ["turnaround"],
+        False,
+        "turnaround is false, but schedule '1f1b' has no turn-around to switch off; expected "
+        "schedule 'ministage', or no such key",
+    ),
+    (
+        ["groups", 0, "recompute_every"],
+        1,
+        "groups[0].recompute_every is 1, but recompute of group 'fast' is 'none'; expected "
+        "recompute 'full', or no such key",
+    ),
+    (
+        ["stages", 0, "recompute_every"],
+        2,
+        "stages[0].recompute_every is 2, but its recompute is 'none'; expected recompute 'full', "
+        "or no such key",
+    ),
+    (
         ["groups", 0, "gpus", 1, "rank"],
         3,
         "groups[0].gpus[1].rank is 3, but the plan names 3 ranks; expected 0 to 2 each once, and "
@@ -233,6 +251,27 @@ def test_a_misspelt_schedule_brings_no_false_complaint(key: str) -> None:
     del data["schedule"]
     data[key] = "ministge"
     assert len(problems(data)) == 1
+
+
+@pytest.mark.parametrize("part", [("groups", 0), ("stages", 0)])
+@pytest.mark.parametrize("key", ["recompute", "recompte"])
+def test_a_misspelt_recompute_brings_no_false_complaint(part: tuple[str, int], key: str) -> None:
+    data = changed(([*part, "recompute_every"], 2), ([*part, key], "ful"))
+    assert len(problems(data)) == 1
+
+
+def test_a_group_may_say_how_often_what_one_of_its_stages_recomputes() -> None:
+    data = changed((["groups", 0, "recompute_every"], 3), (["stages", 0, "recompute"], "full"))
+    assert Plan.from_dict(data).recompute_interval(0) == 3
+    data["stages"][0]["recompute"] = "none"
+    (found,) = problems(data)
+    assert found.startswith("groups[0].recompute_every is 3, but recompute of group 'fast' is")
+
+
+def test_gpipe_has_no_turnaround_either() -> None:
+    (found,) = problems(changed((["schedule"], "gpipe"), (["turnaround"], False)))
+    assert found.startswith("turnaround is false, but schedule 'gpipe' has no turn-around")
+    Plan.from_dict(changed((["schedule"], "ministage"), (["turnaround"], False)))
 
 
 def test_keys_that_could_steer_a_terminal_are_escaped() -> None:

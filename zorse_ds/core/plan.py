@@ -116,9 +116,7 @@ class Plan(StrictModel):
             problems = problems_of(error, cls)
             rest = without_faults(data, error, cls) if isinstance(data, dict) else None
             if rest is not None:
-                # A misspelt schedule is told once; "ministage" allows every shape of a plan.
-                rest.setdefault("schedule", "ministage")
-                problems += plan_problems(cls.model_validate(rest))
+                problems += plan_problems(cls.model_validate(_with_what_allows_most(rest)))
             raise PlanError(problems) from None
         problems = plan_problems(plan)
         if problems:
@@ -210,6 +208,16 @@ class Plan(StrictModel):
             for group in self.groups
         )
         return self.model_copy(update={"groups": groups})
+
+
+def _with_what_allows_most(rest: dict[str, Any]) -> dict[str, Any]:
+    """A misspelt schedule or recompute was told; what it may have allowed is not told as well."""
+
+    def recomputing(part: Any) -> Any:
+        return {"recompute": "full", **part} if "recompute_every" in part else part
+
+    parts = {key: [recomputing(part) for part in rest[key]] for key in ("groups", "stages")}
+    return {"schedule": "ministage", **rest, **parts}
 
 
 def _resized_group(group: GpuGroup, batch_size: int) -> GpuGroup:

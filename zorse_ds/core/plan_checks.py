@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 def plan_problems(plan: "Plan") -> list[str]:
     """Every contradiction between the parts of a plan whose parts are well-formed."""
-    rules = (_not_empty, _names, _ranks, _samples, _weights, _tiling, _hosts, _one_stage_a_group)
+    of_groups = (_not_empty, _names, _ranks, _samples, _weights)
+    of_stages = (_tiling, _hosts, _one_stage_a_group)
+    without_effect = (_turnaround, _recompute_every)
+    rules = (*of_groups, *of_stages, *without_effect)
     return [problem for rule in rules for problem in rule(plan)]
 
 
@@ -117,4 +120,32 @@ def _one_stage_a_group(plan: "Plan") -> Iterator[str]:
             yield (
                 f"schedule is {plan.schedule!r}, but group {name!r} hosts {count} stages; expected "
                 "one stage a group, or schedule 'ministage'"
+            )
+
+
+def _turnaround(plan: "Plan") -> Iterator[str]:
+    if plan.schedule != "ministage" and not plan.turnaround:
+        yield (
+            f"turnaround is false, but schedule {plan.schedule!r} has no turn-around to switch "
+            "off; expected schedule 'ministage', or no such key"
+        )
+
+
+def _recompute_every(plan: "Plan") -> Iterator[str]:
+    of_groups = {group.name: group.recompute for group in plan.groups}
+    recomputing: set[str] = set()
+    for i, stage in enumerate(plan.stages):
+        recompute = stage.recompute or of_groups.get(stage.group)
+        if recompute == "full":
+            recomputing.add(stage.group)
+        elif recompute == "none" and stage.recompute_every is not None:
+            yield (
+                f"stages[{i}].recompute_every is {stage.recompute_every}, but its recompute is "
+                "'none'; expected recompute 'full', or no such key"
+            )
+    for i, group in enumerate(plan.groups):
+        if "recompute_every" in group.model_fields_set and group.name not in recomputing:
+            yield (
+                f"groups[{i}].recompute_every is {group.recompute_every}, but recompute of group "
+                f"{group.name!r} is 'none'; expected recompute 'full', or no such key"
             )

@@ -1,0 +1,1 @@
+"""What things cost: seconds of layers, messages and collectives, bytes of memory. No torch."""

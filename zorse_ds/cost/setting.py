@@ -1,0 +1,45 @@
+"""What a plan is judged in: the cluster, the model, how long its layers take, and the data's length."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from zorse_ds.core.cluster import Cluster
+from zorse_ds.core.model import LayerShape, ModelShape
+from zorse_ds.core.plan import Dtype
+
+Source = Literal["measured", "interpolated", "estimated"]
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Seconds of one layer for one micro-batch, and where they come from."""
+
+    forward_s: float
+    backward_s: float
+    """Without recompute."""
+    source: Source
+
+
+class LayerTimer(Protocol):
+    """Knows how long a layer takes. Must be quick and pure: callers ask often."""
+
+    def __call__(
+        self, gpu_type: str, kind: str, shape: LayerShape, dtype: Dtype, seq_len: int, size: int
+    ) -> PassTimes:
+        """Seconds of one layer of `kind` for `size` samples of `seq_len` tokens."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything beside the plan that decides seconds and bytes."""
+
+    cluster: Cluster
+    model: ModelShape
+    timer: LayerTimer
+    seq_len: int
+    dtype: Dtype = "bfloat16"
+    """Of groups that name none of their own."""
+    optimizer_bytes: int = 8
+    """State of the optimizer per parameter: two float32 moments of Adam."""
+    reserve_bytes: int = 1 << 30
+    """Of each GPU, for the CUDA context, communication buffers and fragmentation."""

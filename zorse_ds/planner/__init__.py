@@ -1,0 +1,1 @@
+"""From a cluster and a model to a plan. No torch."""

@@ -1,0 +1,1 @@
+"""Measuring layers and links on the devices at hand."""
