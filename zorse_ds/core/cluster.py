@@ -5,69 +5,24 @@ of 10⁹ bytes, GiB, µs, ms); in the program bytes and seconds.
 """
 
 import json
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from zorse_ds.core.gpus import GB_PER_S, GIB, GpuType, gpu_type_named, gpu_types
-from zorse_ds.core.strict import StrictModel, problems_of, suggestion
+from zorse_ds.core import cluster_edit
+from zorse_ds.core.cluster_checks import cluster_problems
+from zorse_ds.core.gpus import GB_PER_S, GIB, GpuType, TypeFigures, gpu_type_named, gpu_types
+from zorse_ds.core.nodes import Node, NodeLink, as_tuple
+from zorse_ds.core.strict import StrictModel, problems_of
 from zorse_ds.errors import ClusterError
 from zorse_ds.files import read_json, write_text
 
-INTRA_LATENCY_US = 10.0
-NIC_LATENCY_US = 30.0
-"""Where a file says nothing: one hop inside a node, and between nodes of one region."""
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-class Node(StrictModel):
-    """One host with its GPUs, in rank order."""
-
-    name: str | None = None
-    """The host's name, as in a hostfile."""
-    gpu_type: str | None = None
-    num_gpus: Annotated[int, Field(ge=1, le=4096)] | None = None
-    gpu_types: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = None
-    """Either `gpu_type` and `num_gpus`, or one type a GPU here."""
-    intra_gb_per_s: float = Field(gt=0)
-    """Between two GPUs of the node, each GPU one way."""
-    intra_latency_us: float = Field(default=INTRA_LATENCY_US, ge=0)
-    nic_gb_per_s: float = Field(gt=0)
-    """Of the whole node to other nodes, one way."""
-    nic_latency_us: float = Field(default=NIC_LATENCY_US, ge=0)
-    host_gb_per_s: Annotated[float, Field(gt=0)] | None = None
-    """Copies between a GPU and host memory, per GPU; default: by the type's PCIe."""
-    host_memory_gib: Annotated[float, Field(gt=0)] | None = None
-    usable_gib: Annotated[float, Field(gt=0)] | None = None
-    """What a program can allocate on each GPU; default: the catalogue's figure."""
-    region: str | None = None
-    price_per_hour: Annotated[float, Field(ge=0)] | None = None
-    """Of the whole node, in any one currency."""
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """The GPU type of each GPU."""
-        if self.gpu_types is not None:
-            return self.gpu_types
-        return (self.gpu_type or "",) * (self.num_gpus or 0)
-
-
-class NodeLink(StrictModel):
-    """A measured link between two nodes, better known than their NICs alone say."""
-
-    nodes: Annotated[tuple[int, int], BeforeValidator(_as_tuple)]
-    gb_per_s: float = Field(gt=0)
-    """One way."""
-    latency_us: float = Field(ge=0)
-    direct: bool = True
-    """False: GPUs of the two nodes can only talk through host memory."""
+__all__ = ["Cluster", "Gpu", "Lane", "Node", "NodeLink", "Path"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +68,10 @@ class Cluster(StrictModel):
     inter_region_latency_ms: float = Field(default=30.0, ge=0)
     inter_region_gb_per_s_is: Literal["per_node", "per_link"] | None = None
     """Whether each sending node has the figure, or all share it; needed where there is one."""
-    links: Annotated[tuple[NodeLink, ...], BeforeValidator(_as_tuple)] = ()
-    nodes: Annotated[tuple[Node, ...], BeforeValidator(_as_tuple)]
+    links: Annotated[tuple[NodeLink, ...], BeforeValidator(as_tuple)] = ()
+    types: dict[str, TypeFigures] = Field(default_factory=dict)
+    """GPU types of this file: those that the catalogue lacks, or knows with other figures."""
+    nodes: Annotated[tuple[Node, ...], BeforeValidator(as_tuple)]
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Cluster":
@@ -123,7 +80,7 @@ class Cluster(StrictModel):
             cluster = cls.model_validate(data)
         except ValidationError as error:
             raise ClusterError("\n".join(problems_of(error, cls))) from None
-        problems = [*_problems(cluster)]
+        problems = cluster_problems(cluster)
         if problems:
             raise ClusterError("\n".join(problems))
         return cluster
@@ -146,13 +103,43 @@ class Cluster(StrictModel):
         """Write the cluster as JSON, atomically."""
         write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
+    def without(self, nodes: Sequence[int | str]) -> "Cluster":
+        """The cluster without these nodes, each given by name, by index, or as `node3`.
+
+        Raises `ClusterError` for one that is not there, or when none would be left.
+        """
+        return self.from_dict(cluster_edit.without(self, nodes))
+
+    def with_added(self, what: str) -> "Cluster":
+        """The cluster with one node more: `"2xA100-SXM-80GB"`, or `"2xT4@1.2"` with its price.
+
+        Its links and price are those of the fastest node of the same type; without one, inside
+        what is usual for the type, and a NIC as the best node has. Raises `ClusterError`.
+        """
+        return self.from_dict(cluster_edit.with_added(self, what))
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Of all nodes; None unless each has a price."""
+        return cluster_edit.price_of(self.nodes)
+
+    def node_name(self, index: int) -> str:
+        """The name of a node, or `node3` where it has none."""
+        return self.nodes[index].name or f"node{index}"
+
+    @cached_property
+    def known_types(self) -> Mapping[str, GpuType]:
+        """The catalogue, and this file's own types over it."""
+        own = {name: figures.as_type(name) for name, figures in self.types.items()}
+        return MappingProxyType({**gpu_types(), **own})
+
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
         """All GPUs in rank order: node by node."""
         gpus: list[Gpu] = []
         for index, node in enumerate(self.nodes):
             for name in node.types:
-                kind = gpu_type_named(name)
+                kind = gpu_type_named(name, self.known_types)
                 usable = kind.usable_bytes if node.usable_gib is None else node.usable_gib * GIB
                 host = (
                     kind.pcie_bytes_per_s
@@ -198,48 +185,3 @@ class Cluster(StrictModel):
             links[link.nodes] = link
             links.setdefault((link.nodes[1], link.nodes[0]), link)
         return links
-
-
-def _problems(cluster: Cluster) -> list[str]:
-    problems = [] if cluster.nodes else ["nodes is empty; expected at least one node"]
-    for i, node in enumerate(cluster.nodes):
-        problems += _node_problems(i, node)
-    regions = {node.region for node in cluster.nodes}
-    if len(regions) > 1 and cluster.inter_region_gb_per_s is None:
-        problems.append(
-            f"nodes are in {len(regions)} regions, but inter_region_gb_per_s is missing; expected "
-            "the GB/s between them"
-        )
-    if cluster.inter_region_gb_per_s is not None and cluster.inter_region_gb_per_s_is is None:
-        problems.append(
-            "inter_region_gb_per_s_is is missing beside inter_region_gb_per_s; expected "
-            "'per_node' (each sending node has it) or 'per_link' (all share it)"
-        )
-    for i, link in enumerate(cluster.links):
-        a, b = link.nodes
-        if a == b or not all(0 <= end < len(cluster.nodes) for end in link.nodes):
-            problems.append(
-                f"links[{i}].nodes is [{a}, {b}]; expected two different nodes, each from 0 to "
-                f"{len(cluster.nodes) - 1}"
-            )
-    return problems
-
-
-def _node_problems(index: int, node: Node) -> list[str]:
-    where = f"nodes[{index}]"
-    if (node.gpu_types is None) == (node.gpu_type is None and node.num_gpus is None):
-        return [
-            f"{where} has its GPUs twice or not at all; expected gpu_type and num_gpus, or "
-            "gpu_types"
-        ]
-    if node.gpu_types is None and (node.gpu_type is None or node.num_gpus is None):
-        missing = "gpu_type" if node.gpu_type is None else "num_gpus"
-        return [f"{where}.{missing} is missing; expected both gpu_type and num_gpus"]
-    if not node.types:
-        return [f"{where}.gpu_types is empty; expected at least one GPU"]
-    return [
-        f"{where} has GPU type {name!r}, which the catalogue does not know"
-        f"{suggestion(name.upper(), gpu_types())}"
-        for name in dict.fromkeys(node.types)
-        if name not in gpu_types()
-    ]

@@ -75,6 +75,8 @@ class ModelShape(StrictModel):
     """The kind of each pipeline layer."""
     tied: bool = False
     """The head's matrix is the embedding's: counted in both, held twice in a pipeline."""
+    tied_params: Annotated[int, Field(ge=0)] | None = None
+    """How many parameters both have, where tied; default: all of the embedding layer."""
 
     @classmethod
     def llama(
@@ -136,7 +138,8 @@ class ModelShape(StrictModel):
     def num_params(self) -> int:
         """Parameters of the whole model, a tied matrix once."""
         whole = sum(shape.num_params for shape in self.shapes)
-        return whole - self.shapes[0].num_params if self.tied else whole
+        both = self.shapes[0].num_params if self.tied_params is None else self.tied_params
+        return whole - both if self.tied else whole
 
     @property
     def tied_layers(self) -> tuple[tuple[int, ...], ...]:

@@ -140,7 +140,7 @@ def _known_keys(model: type[BaseModel], location: Sequence[int | str]) -> list[s
     for step in location:
         if isinstance(step, str) and step in current.model_fields:
             current = _record_in(current.model_fields[step].annotation) or current
-    return list(current.model_fields)
+    return [field.alias or name for name, field in current.model_fields.items()]
 
 
 def _record_in(annotation: Any) -> type[BaseModel] | None:
