@@ -53,6 +53,16 @@ class TokenLoss:
         return int((labels != -100).sum())
 
 
+class CountedError:
+    """A sum of squared errors, one target a sample."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+        return (outputs - labels).square().sum(), self.count_targets(labels)
+
+    def count_targets(self, labels: Tensor) -> int:
+        return len(labels)
+
+
 def sum_and_count(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """Cross entropy summed over targets, and their number."""
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")

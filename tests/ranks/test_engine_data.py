@@ -104,9 +104,11 @@ def to_the_end(case: Case) -> list[str]:
     for _ in range(4):
         try:
             events.append(f"{engine.train_batch(data_iter).item():.4f}")
-        except StopIteration:
-            events.append("end")
+        except DataError as error:
+            events.append(str(error))
         data_iter = None
+    with pytest.raises(DataError, match="has ended, but eval_batch needs a batch"):
+        engine.eval_batch(iter([]))
     events.append(f"{engine.train_batch(iter(FULL)).item():.4f}")
     engine.destroy()
     return events
@@ -230,8 +232,12 @@ def test_logits_come_to_the_last_stage(results: dict[str, list[Any]]) -> None:
 def test_an_iterator_ends_on_all_ranks_alike(results: dict[str, list[Any]]) -> None:
     events = results["end"]
     assert events[0] == events[1] == events[2]
-    assert events[0][2:4] == ["end", "end"]
-    assert "end" not in (events[0][0], events[0][1], events[0][4])
+    ended = (
+        "the data iterator has ended, but step 3 needs a batch; expected one global batch a call, "
+        "or set_dataloader, which begins again when its loader ends"
+    )
+    assert events[0][2:4] == [ended, ended]
+    assert all(math.isfinite(float(events[0][at])) for at in (0, 1, 4))
 
 
 def test_ranks_must_be_given_the_same_batch(results: dict[str, list[Any]]) -> None:

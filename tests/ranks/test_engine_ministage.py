@@ -6,25 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.random_plans import random_ministage_plan
 from tests.ranks.engine_cases import Case, Result, check, run_cases, run_reference
-from tests.ranks.engine_models import Block, batches_of, mlp, vectors
+from tests.ranks.engine_models import Block, CountedError, batches_of, mlp, vectors
 from zorse_ds.core.plan import Plan
 
 STEPS = 4
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-3, "torch_adam": True}}
-
-
-class CountedError:
-    """A sum of squared errors, one target a sample."""
-
-    def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-        return (outputs - labels).square().sum(), self.count_targets(labels)
-
-    def count_targets(self, labels: Tensor) -> int:
-        return len(labels)
 
 
 def layers_of(plan: Plan, seed: int) -> Callable[[], list[nn.Module]]:

@@ -103,7 +103,9 @@ class TorchProcessGroup:
         """See `ProcessGroup.start_gather`.
 
         Equal shards on NCCL take the single-tensor call. Otherwise one broadcast a shard into its
-        place, all under way at once: on gloo that moves the least bytes and was the quickest.
+        place, all under way at once: on gloo padding and all-to-all are slower for megabytes, and
+        messages pair by pair slower with two ranks, within noise with four
+        (`benchmarks.collectives`).
         """
         if len(self.ranks) == 1:
             return Arrived()

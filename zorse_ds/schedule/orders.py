@@ -51,6 +51,8 @@ class _Rank:
     visits: tuple[Visit, ...]
     peers: tuple[int, ...]
     """Ranks of the group that run micro-batches, this one too."""
+    entered: list[int]
+    """How many of them have run something in each visit; one list for the group."""
     lanes: dict[int, _Lane]
     visit: int = 0
     started: int = -1
@@ -99,8 +101,11 @@ class _Clock:
         heapq.heappush(self.finished, (own.free_at, len(self.order), compute))
         self.order.append(compute)
         if own.started < own.visit:
+            for visit_entered in range(own.started + 1, own.visit + 1):
+                own.entered[visit_entered] += 1
             own.started = own.visit
-            self._wake(now, own.peers)
+            for peer in own.peers:
+                heapq.heappush(self.wakes, (now, peer))
 
     def _leave_finished_visits(self, own: _Rank) -> None:
         while own.visit < len(own.visits):
@@ -115,37 +120,37 @@ class _Clock:
 
         So a group never has more than two stages in hand, and gathers them together.
         """
-        return all(self.ranks[peer].started >= own.visit - 1 for peer in own.peers)
+        return not own.visit or own.entered[own.visit - 1] == len(own.peers)
 
     def _choose(self, visit: Visit, lane: _Lane) -> tuple[Phase, int] | None:
-        """Backward before forward, the oldest first."""
+        """The oldest forward while the limit has room, for others wait for it; else backward."""
+        has_room = visit.forward and lane.forwards and lane.in_flight < lane.limit
+        if has_room and not self.waits_forward[visit.stage][lane.forwards[0]]:
+            lane.in_flight += 1
+            return "forward", lane.forwards.popleft()
         if visit.backward and lane.backwards:
             oldest = lane.backwards[0]
             if not self.waits_backward[visit.stage][oldest]:
                 lane.in_flight -= 1
                 return "backward", lane.backwards.popleft()
-        has_room = visit.forward and lane.forwards and lane.in_flight < lane.limit
-        if has_room and not self.waits_forward[visit.stage][lane.forwards[0]]:
-            lane.in_flight += 1
-            return "forward", lane.forwards.popleft()
         return None
 
     def _finish(self, done: Compute) -> None:
-        self._wake(done.stop, (done.rank,))
+        heapq.heappush(self.wakes, (done.stop, done.rank))
         here = (done.stage, done.micro_batch)
         if done.phase == "forward":
             self.waits_backward[done.stage][done.micro_batch] -= 1
             for transfer in self.layout.outgoing.get(here, ()):
-                self.waits_forward[done.stage + 1][transfer.target] -= 1
-                self._wake(done.stop, (transfer.target_rank,))
+                waits = self.waits_forward[done.stage + 1]
+                waits[transfer.target] -= 1
+                if not waits[transfer.target]:
+                    heapq.heappush(self.wakes, (done.stop, transfer.target_rank))
         else:
             for transfer in self.layout.incoming.get(here, ()):
-                self.waits_backward[done.stage - 1][transfer.source] -= 1
-                self._wake(done.stop, (transfer.source_rank,))
-
-    def _wake(self, now: int, ranks: tuple[int, ...]) -> None:
-        for rank in ranks:
-            heapq.heappush(self.wakes, (now, rank))
+                waits = self.waits_backward[done.stage - 1]
+                waits[transfer.source] -= 1
+                if not waits[transfer.source]:
+                    heapq.heappush(self.wakes, (done.stop, transfer.source_rank))
 
 
 def compute_order(
@@ -174,8 +179,9 @@ def _ranks(
     for group in plan.groups:
         visits = visits_of(plan, group.name, schedule)
         peers = tuple(gpu.rank for gpu in group.gpus if gpu.micro_batches)
+        entered = [0] * len(visits)
         for rank in peers:
-            ranks[rank] = _Rank(rank, visits, peers, {})
+            ranks[rank] = _Rank(rank, visits, peers, entered, {})
     for stage, micro_batches in enumerate(layout.micro_batches):
         ticks = stage_ticks(plan, stage, micro_batches)
         for micro_batch in micro_batches:

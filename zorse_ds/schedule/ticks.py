@@ -19,9 +19,12 @@ def forward_ticks(micro_batches: Sequence[MicroBatch]) -> list[int]:
     """Ticks of each micro-batch's forward pass, given all micro-batches of its group."""
     shares: dict[int, int] = {}
     for micro_batch in micro_batches:
-        size = micro_batch.samples.size
-        shares[micro_batch.rank] = shares.get(micro_batch.rank, 0) + size
-    return [SHARE_TICKS * each.samples.size // shares[each.rank] for each in micro_batches]
+        start, stop = micro_batch.samples
+        shares[micro_batch.rank] = shares.get(micro_batch.rank, 0) + stop - start
+    return [
+        SHARE_TICKS * (each.samples[1] - each.samples[0]) // shares[each.rank]
+        for each in micro_batches
+    ]
 
 
 def stage_ticks(plan: Plan, stage: int, micro_batches: Sequence[MicroBatch]) -> list[int]:

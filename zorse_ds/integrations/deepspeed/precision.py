@@ -1,11 +1,14 @@
 """What each group computes in, and whether its devices can."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from zorse_ds.core.plan import Dtype, Plan
+from zorse_ds.core.strict import listed
 from zorse_ds.errors import ConfigError
 from zorse_ds.runtime.dist_world import DistWorld
 
@@ -37,19 +40,41 @@ def boundary_dtypes(
 def check_devices(world: DistWorld, dtype: torch.dtype) -> None:
     """Collective: raise `ConfigError` on every rank if one's device lacks its dtype."""
     accelerator = get_accelerator()
-    lacking = {
-        torch.bfloat16: not accelerator.is_bf16_supported(),
-        torch.float16: not accelerator.is_fp16_supported(),
+    has = {
+        "float32": True,
+        "bfloat16": accelerator.is_bf16_supported(),
+        "float16": accelerator.is_fp16_supported(),
     }
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else accelerator.device_name()
-    found = f"rank {world.rank} ({name}) is to compute in {str(dtype).removeprefix('torch.')}"
-    problems = world.gather_objects(found if lacking.get(dtype) else None)
-    told = [str(problem) for problem in problems if problem is not None]
-    if told:
-        raise ConfigError(
-            f"{'; '.join(told)}, which the device lacks; expected another dtype for its group, "
-            "such as 'float32'"
-        )
+    wanted = str(dtype).removeprefix("torch.")
+    known = tuple(dtype for dtype, known in has.items() if known)
+    by_rank: list[Any] = world.gather_objects(DeviceDtypes(name, wanted, known))
+    problems = device_problems(by_rank)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDtypes:
+    """What one rank's device is to compute in, and what it can."""
+
+    device: str
+    wanted: str
+    known: tuple[str, ...]
+
+
+def device_problems(by_rank: Sequence[DeviceDtypes]) -> list[str]:
+    """One sentence for each kind of device and dtype that do not go together."""
+    lacking: dict[DeviceDtypes, list[int]] = {}
+    for rank, own in enumerate(by_rank):
+        if own.wanted not in own.known:
+            lacking.setdefault(own, []).append(rank)
+    return [
+        f"{f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {ranks}'} ({own.device}) would "
+        f"compute in {own.wanted}, which this device lacks; expected another dtype for the group, "
+        f"{listed(own.known)}"
+        for own, ranks in lacking.items()
+    ]
 
 
 def has_float16(plan: Plan, config: dict[str, Any]) -> bool:
