@@ -59,7 +59,7 @@ def stock_engine(world_size: int) -> Any:
     return deepspeed.initialize(model=module, config=config, training_data=data)[0], module.parts
 
 
-def zorse_engine(world_size: int, parts: list[int]) -> Any:
+def zorse_engine(world_size: int, parts: list[int], **config: Any) -> Any:
     """The same cut, width and micro-batches as a plan."""
     model = llama_config()
     width = world_size // STAGES
@@ -84,7 +84,7 @@ def zorse_engine(world_size: int, parts: list[int]) -> Any:
     )
     module = zorse_ds.ZorsePipelineModule(layer_specs(model), plan, mean_token_loss)
     data = random_tokens(4 * plan.global_batch_size, LENGTH, model.vocab_size)
-    return zorse_ds.initialize(model=module, config=CONFIG, training_data=data)[0]
+    return zorse_ds.initialize(model=module, config=CONFIG | config, training_data=data)[0]
 
 
 def status_bytes(key: str) -> int:

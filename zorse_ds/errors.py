@@ -46,6 +46,10 @@ class ModelError(ZorseError):
     """A model cannot be loaded, is not understood, or does not fit the plan."""
 
 
+class CheckpointError(ZorseError):
+    """A checkpoint is damaged, of another model, or cannot be written or read."""
+
+
 class DataError(ZorseError):
     """A data set, sample or batch is not what the model or plan needs."""
 

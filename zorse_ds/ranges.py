@@ -72,10 +72,13 @@ def overlaps(old: Sequence[Range], new: Sequence[Range]) -> Iterator[tuple[int, 
     """
     i = j = 0
     while i < len(old) and j < len(new):
-        common = old[i].intersect(new[j])
-        if common.size:
-            yield i, j, common
-        if old[i].stop <= new[j].stop:
+        # Spelt out, because routing a large plan spends most of its time here.
+        (first, old_stop), (second, new_stop) = old[i], new[j]
+        start = first if first > second else second
+        stop = old_stop if old_stop < new_stop else new_stop
+        if start < stop:
+            yield i, j, Range(start, stop)
+        if old_stop <= new_stop:
             i += 1
         else:
             j += 1

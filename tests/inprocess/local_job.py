@@ -108,7 +108,7 @@ class _Batch:
         return self._job.collate(self._samples[samples.as_slice()])
 
 
-class _Rank:
+class Rank:
     """One rank of a job, before the threads start."""
 
     def __init__(self, rank: int, job: Job, plan: Plan, world: LocalWorld) -> None:
@@ -207,12 +207,23 @@ def _stage(source: LayerListStages, plan: Plan, stage: int, ties: Sequence[Tie])
     )
 
 
-def run(job: Job, plan: Plan, steps: Sequence[Step]) -> Outcome:
+Hook = Callable[["Rank", ShardedOptimizer], None]
+"""Called on every rank at once."""
+
+
+def run(
+    job: Job,
+    plan: Plan,
+    steps: Sequence[Step],
+    *,
+    before: Hook | None = None,
+    after: Hook | None = None,
+) -> Outcome:
     """Train `job` under `plan`. Raises what the first rank that fails raises."""
     world = LocalWorld(plan.world_size)
-    ranks = [_Rank(rank, job, plan, world) for rank in range(plan.world_size)]
+    ranks = [Rank(rank, job, plan, world) for rank in range(plan.world_size)]
     traces = [_trace(job, plan, ranks[0].tied_layers, step) for step in steps]
-    runs = world.run(lambda rank: _run_rank(ranks[rank], traces, steps))
+    runs = world.run(lambda rank: _run_rank(ranks[rank], traces, steps, before, after))
     assert len(world.mailboxes) == 0
     return _joined(runs)
 
@@ -228,9 +239,17 @@ def _trace(job: Job, plan: Plan, tied_layers: Sequence[Sequence[int]], step: Ste
     return trace
 
 
-def _run_rank(rank: _Rank, traces: Sequence[Trace], steps: Sequence[Step]) -> Outcome:
+def _run_rank(
+    rank: Rank,
+    traces: Sequence[Trace],
+    steps: Sequence[Step],
+    before: Hook | None,
+    after: Hook | None,
+) -> Outcome:
     worker = rank.worker()
     optimizer = worker.trained
+    if before is not None:
+        before(rank, optimizer)
     schedule = rank.job.make_scheduler
     scheduler = schedule(optimizer.inner) if schedule is not None else None
     outcome = Outcome(optimizers=[optimizer], sights=[worker.sights])
@@ -247,10 +266,12 @@ def _run_rank(rank: _Rank, traces: Sequence[Trace], steps: Sequence[Step]) -> Ou
         outcome.outputs.append(report.outputs)
         outcome.values.append(rank.values(optimizer))
         outcome.masters.append(rank.masters(optimizer))
+    if after is not None:
+        after(rank, optimizer)
     return outcome
 
 
-def _check_grads_dropped(rank: _Rank, optimizer: ShardedOptimizer) -> None:
+def _check_grads_dropped(rank: Rank, optimizer: ShardedOptimizer) -> None:
     """Whole gradients outlive a step only where each rank needs room for them in every step."""
     kept = [bucket for bucket in optimizer.buckets if bucket.zero_level < 2]
     may_keep = {name for bucket in kept for name in bucket.flat.names}

@@ -50,7 +50,7 @@ def change_batch_size(rank: int) -> None:
 
 
 def save(rank: int) -> None:
-    start().save_checkpoint("nowhere")
+    start().save_checkpoint("nowhere", tag="a/b")
 
 
 def save_layers(rank: int) -> None:
@@ -58,7 +58,7 @@ def save_layers(rank: int) -> None:
 
 
 def load(rank: int) -> None:
-    start().load_checkpoint("nowhere")
+    start().load_checkpoint("nowhere", custom_load_fn=print)
 
 
 def used_optimizer(rank: int) -> None:
@@ -163,8 +163,8 @@ REFUSALS: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         lambda rank: start().eval_batch(iter(CASE.batches), num_micro_batches=2),
         ("ConfigError", "num_micro_batches was given to eval_batch"),
     ),
-    "checkpoints": (save, ("ConfigError", "save_checkpoint is not available")),
-    "loading": (load, ("ConfigError", "load_checkpoint is not available")),
+    "checkpoints": (save, ("CheckpointError", "the tag is 'a/b'; expected the name of a folder")),
+    "loading": (load, ("ConfigError", "custom_load_fn was given")),
     "exporting layers": (save_layers, ("ModelError", "save_pretrained was called on a model made")),
 }
 

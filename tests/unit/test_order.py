@@ -7,14 +7,28 @@ import sys
 import numpy as np
 import pytest
 
-from zorse_ds.core.order import SampleOrder
+from zorse_ds.core.order import Batch, DataPosition, SampleOrder
 from zorse_ds.errors import DataError
 
 
+def batches(order: SampleOrder, num_steps: int) -> list[Batch]:
+    """The first batches, one behind the other."""
+    position, made = DataPosition(), []
+    for _ in range(num_steps):
+        batch, position = order.next_batch(position)
+        made.append(batch)
+    return made
+
+
 def epoch_ids(order: SampleOrder, epoch: int) -> list[int]:
-    first = epoch * order.steps_per_epoch
-    steps = range(first, first + order.steps_per_epoch)
-    return [int(sample) for step in steps for sample in order.batch(step).ids]
+    position = DataPosition(epoch)
+    ids: list[int] = []
+    for _ in range(order.steps_per_epoch):
+        batch, position = order.next_batch(position)
+        assert batch.epoch == epoch
+        ids += batch.ids.tolist()
+    assert order.next_batch(position)[0].epoch == epoch + 1
+    return ids
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -29,15 +43,15 @@ def test_every_epoch_visits_every_sample_once(seed: int, shuffle: bool) -> None:
 
 def test_order_without_shuffle_is_by_number() -> None:
     order = SampleOrder(5, 2, shuffle=False, seed=7, drop_last=False)
-    batches = [order.batch(step) for step in range(4)]
-    assert [batch.ids.tolist() for batch in batches] == [[0, 1], [2, 3], [4], [0, 1]]
-    assert [batch.epoch for batch in batches] == [0, 0, 0, 1]
+    made = batches(order, 4)
+    assert [batch.ids.tolist() for batch in made] == [[0, 1], [2, 3], [4], [0, 1]]
+    assert [batch.epoch for batch in made] == [0, 0, 0, 1]
 
 
 def test_drop_last_keeps_full_batches_only() -> None:
     order = SampleOrder(11, 4, shuffle=True, seed=3, drop_last=True)
     assert order.steps_per_epoch == 2
-    assert all(len(order.batch(step).ids) == 4 for step in range(10))
+    assert all(len(batch.ids) == 4 for batch in batches(order, 10))
     assert len(set(epoch_ids(order, 0))) == 8
     assert epoch_ids(order, 0) == epoch_ids(SampleOrder(11, 4, True, 3, False), 0)[:8]
 
@@ -45,16 +59,21 @@ def test_drop_last_keeps_full_batches_only() -> None:
 def test_short_last_batch_is_counted() -> None:
     order = SampleOrder(11, 4, shuffle=True, seed=3, drop_last=False)
     assert order.steps_per_epoch == 3
-    assert [len(order.batch(step).ids) for step in range(6)] == [4, 4, 3, 4, 4, 3]
+    assert [len(batch.ids) for batch in batches(order, 6)] == [4, 4, 3, 4, 4, 3]
 
 
 def test_batch_does_not_depend_on_what_was_asked_before() -> None:
     walked = SampleOrder(50, 7, shuffle=True, seed=9, drop_last=False)
-    straight = [walked.batch(step).ids.tolist() for step in range(30)]
+    positions = [DataPosition()]
+    straight = []
+    for _ in range(30):
+        batch, behind = walked.next_batch(positions[-1])
+        positions.append(behind)
+        straight.append(batch.ids.tolist())
     for step in (29, 0, 17, 8, 16):
         jumped = SampleOrder(50, 7, shuffle=True, seed=9, drop_last=False)
-        assert jumped.batch(step).ids.tolist() == straight[step]
-        assert walked.batch(step).ids.tolist() == straight[step]
+        assert jumped.next_batch(positions[step])[0].ids.tolist() == straight[step]
+        assert walked.next_batch(positions[step])[0].ids.tolist() == straight[step]
 
 
 def test_seed_and_epoch_each_change_the_order() -> None:
@@ -68,12 +87,12 @@ def test_seed_and_epoch_each_change_the_order() -> None:
 def test_order_is_fixed_for_good() -> None:
     """A resumed run must see the order its checkpoint was written under: pin the numbers."""
     order = SampleOrder(10, 10, shuffle=True, seed=1234, drop_last=False)
-    assert order.batch(0).ids.tolist() == [8, 9, 7, 3, 0, 1, 4, 2, 5, 6]
-    assert order.batch(1).ids.tolist() == [0, 9, 5, 6, 4, 2, 8, 1, 7, 3]
+    assert epoch_ids(order, 0) == [8, 9, 7, 3, 0, 1, 4, 2, 5, 6]
+    assert epoch_ids(order, 1) == [0, 9, 5, 6, 4, 2, 8, 1, 7, 3]
 
 
 def test_ids_are_int64_and_cannot_be_changed() -> None:
-    ids = SampleOrder(6, 3, shuffle=True, seed=0, drop_last=False).batch(0).ids
+    ids = batches(SampleOrder(6, 3, shuffle=True, seed=0, drop_last=False), 1)[0].ids
     assert ids.dtype == np.int64
     with pytest.raises(ValueError):
         ids[0] = 1
@@ -81,12 +100,13 @@ def test_ids_are_int64_and_cannot_be_changed() -> None:
 
 def test_permutation_is_computed_once_an_epoch() -> None:
     order = SampleOrder(1000, 10, shuffle=True, seed=0, drop_last=False)
-    assert order.batch(0).ids.base is order.batch(99).ids.base
+    made = batches(order, 100)
+    assert made[0].ids.base is made[99].ids.base
 
 
 def test_equal_orders_are_equal() -> None:
     first, second = (SampleOrder(6, 3, True, 0, False) for _ in range(2))
-    first.batch(0)
+    batches(first, 1)
     assert first == second and hash(first) == hash(second)
 
 
@@ -107,7 +127,7 @@ def test_impossible_orders_are_refused(arguments: tuple, sentence: str) -> None:
 
 def test_largest_seed_works() -> None:
     order = SampleOrder(4, 4, shuffle=True, seed=2**64 - 1, drop_last=False)
-    assert sorted(order.batch(0).ids.tolist()) == [0, 1, 2, 3]
+    assert sorted(epoch_ids(order, 0)) == [0, 1, 2, 3]
 
 
 def test_import_needs_no_torch() -> None:

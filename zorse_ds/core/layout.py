@@ -1,9 +1,8 @@
 """Where each sample of a global batch is at each stage, and what travels between stages."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
+from math import lcm
 
 from zorse_ds.core.plan import GpuGroup, Plan
 from zorse_ds.ranges import Range, consecutive, overlaps
@@ -61,19 +60,20 @@ class Layout:
     @cached_property
     def outgoing(self) -> TransfersByEnd:
         """What each micro-batch hands to the next stage."""
-        return self._by_end(lambda transfer: (transfer.boundary, transfer.source))
+        outgoing: TransfersByEnd = {}
+        for boundary, transfers in enumerate(self.transfers):
+            for transfer in transfers:
+                outgoing.setdefault((boundary, transfer.source), []).append(transfer)
+        return outgoing
 
     @cached_property
     def incoming(self) -> TransfersByEnd:
         """What each micro-batch gets from the previous stage."""
-        return self._by_end(lambda transfer: (transfer.boundary + 1, transfer.target))
-
-    def _by_end(self, end: Callable[[Transfer], tuple[int, int]]) -> TransfersByEnd:
-        transfers: TransfersByEnd = {}
-        for boundary in self.transfers:
-            for transfer in boundary:
-                transfers.setdefault(end(transfer), []).append(transfer)
-        return transfers
+        incoming: TransfersByEnd = {}
+        for boundary, transfers in enumerate(self.transfers):
+            for transfer in transfers:
+                incoming.setdefault((boundary + 1, transfer.target), []).append(transfer)
+        return incoming
 
 
 def cut_into_micro_batches(group: GpuGroup) -> tuple[MicroBatch, ...]:
@@ -82,8 +82,10 @@ def cut_into_micro_batches(group: GpuGroup) -> tuple[MicroBatch, ...]:
     The i-th of a rank's n micro-batches stands where the rank will be when it runs it, so every
     consumer downstream gets its first samples early. Ties go to the lower rank.
     """
+    # In parts of one common denominator: whole numbers compare quickly and exactly.
+    whole = lcm(*(2 * len(gpu.micro_batches) for gpu in group.gpus if gpu.micro_batches))
     progress = sorted(
-        (Fraction(2 * i + 1, 2 * len(gpu.micro_batches)), gpu.rank, size)
+        ((2 * i + 1) * (whole // (2 * len(gpu.micro_batches))), gpu.rank, size)
         for gpu in group.gpus
         for i, size in enumerate(gpu.micro_batches)
     )

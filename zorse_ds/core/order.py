@@ -1,7 +1,7 @@
 """The one global order of samples: which ids make up the global batch of each step.
 
-Every rank computes it alone and alike, so no sampler state is sent or saved: step number and seed
-are the whole position in the data, whatever the plan.
+Every rank computes it alone and alike, so no sampler state is sent: epoch, samples consumed in it
+and seed are the whole position in the data, whatever the plan and the size of a batch.
 """
 
 from dataclasses import dataclass, field
@@ -19,6 +19,14 @@ class Batch:
 
     epoch: int
     ids: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """How far the order has been followed: `num_consumed` samples of `epoch` (from 0)."""
+
+    epoch: int = 0
+    num_consumed: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,12 +71,18 @@ class SampleOrder:
         full, rest = divmod(self.num_samples, self.batch_size)
         return full + (1 if rest and not self.drop_last else 0)
 
-    def batch(self, step: int) -> Batch:
-        """Return the global batch of `step`; steps count from 0 on over all epochs."""
-        assert step >= 0, f"step {step} is before the first"
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        start = step_in_epoch * self.batch_size
-        return Batch(epoch, self._permutation(epoch)[start : start + self.batch_size])
+    def next_batch(self, position: DataPosition) -> tuple[Batch, DataPosition]:
+        """Return the batch that begins at `position`, and the position behind it.
+
+        Batches of any size follow one another without a gap: an epoch's ids are the same however
+        it is cut. One that would be short ends the epoch, see the class.
+        """
+        epoch, start = position.epoch, position.num_consumed
+        rest = self.num_samples - start
+        if rest <= 0 or (self.drop_last and rest < self.batch_size):
+            epoch, start = epoch + 1, 0
+        ids = self._permutation(epoch)[start : start + self.batch_size]
+        return Batch(epoch, ids), DataPosition(epoch, start + len(ids))
 
     def _permutation(self, epoch: int) -> np.ndarray:
         """Return the ids of one epoch in order; the last epoch asked for is kept."""

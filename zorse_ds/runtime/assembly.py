@@ -40,6 +40,9 @@ class StageModel(Protocol):
     def buffers(self) -> Iterator[Tensor]:
         """Every tensor that is no parameter."""
 
+    def global_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of them that are saved with the model, under names that no plan changes."""
+
     def tie_of(self, name: str) -> int | None:
         """Which of the model's sets of shared parameters a parameter belongs to."""
 

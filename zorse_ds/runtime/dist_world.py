@@ -39,6 +39,11 @@ class DistWorld:
         """All ranks."""
         return self._groups[self._ranks]
 
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self._ranks)
+
     def process_group(self, ranks: Sequence[int]) -> TorchProcessGroup:
         """The group of these ranks, which the plan or a tie names."""
         return self._groups[tuple(ranks)]

@@ -4,7 +4,7 @@ The same `Worker` runs here and on a cluster; nothing is imitated but the wires.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -51,17 +51,28 @@ class LocalProcessGroup:
         return total
 
 
+class LocalExchange:
+    """What saving and loading need of the ranks: see `runtime.checkpoint.exchange.Exchange`."""
+
+    def __init__(self, rank: int, size: int, board: "_Board") -> None:
+        self.rank, self.size, self._board = rank, size, board
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """See `Exchange.gather_objects`."""
+        return self._board.show(self.rank, value)
+
+
 class _Board:
-    """Where the members of one group show each other a tensor."""
+    """Where the members of one group show each other a tensor, or anything else."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
-        self._shown: dict[int, Tensor] = {}
+        self._shown: dict[int, Any] = {}
         self.barrier = threading.Barrier(len(self._ranks))
 
-    def show(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        """All members' tensors, in rank order."""
-        self._shown[rank] = tensor
+    def show(self, rank: int, value: Any) -> list[Any]:
+        """All members' values, in rank order."""
+        self._shown[rank] = value
         self.barrier.wait(TIMEOUT_S)
         everybody = [self._shown[other] for other in self._ranks]
         self.barrier.wait(TIMEOUT_S)
@@ -134,7 +145,7 @@ class LocalWorld:
     def __init__(self, size: int) -> None:
         self.size = size
         self.mailboxes = Mailboxes()
-        self._boards: dict[tuple[int, ...], _Board] = {}
+        self._boards: dict[Hashable, _Board] = {}
         self._lock = threading.Lock()
 
     def transport(self, rank: int) -> MailboxTransport:
@@ -143,9 +154,11 @@ class LocalWorld:
 
     def process_group(self, rank: int, ranks: Sequence[int]) -> LocalProcessGroup:
         """The view of `rank` on the group of `ranks`."""
-        with self._lock:
-            board = self._boards.setdefault(tuple(ranks), _Board(ranks))
-        return LocalProcessGroup(rank, ranks, board)
+        return LocalProcessGroup(rank, ranks, self._board(tuple(ranks), ranks))
+
+    def exchange(self, rank: int) -> LocalExchange:
+        """How `rank` exchanges objects with all; apart from collectives, so a thread may use it."""
+        return LocalExchange(rank, self.size, self._board("exchange", range(self.size)))
 
     def run(self, function: Callable[[int], T]) -> list[T]:
         """Call `function(rank)` on every rank at once; results by rank.
@@ -170,6 +183,10 @@ class LocalWorld:
         if errors:
             raise errors[0]
         return results
+
+    def _board(self, key: Hashable, ranks: Sequence[int]) -> _Board:
+        with self._lock:
+            return self._boards.setdefault(key, _Board(ranks))
 
     def _stop(self) -> None:
         self.mailboxes.close()

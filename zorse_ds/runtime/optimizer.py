@@ -211,20 +211,43 @@ class ShardedOptimizer:
             if factor != 1.0 and bucket.master.grad is not None:
                 bucket.master.grad.mul_(factor)
         self.inner.step()
-        if self._host is not None:
-            for state in self.inner.state.values():
-                for each in filter(torch.is_tensor, state.values()):
-                    self._host.adopt(each)
+        self._count_host_state()
         for bucket in self.stages[stage].buckets:
             bucket.publish()
             bucket.master.grad = None
         for bucket, grad in hidden:
             bucket.master.grad = grad
 
+    def republish(self) -> None:
+        """Collective over the world: parameters and tied copies take the masters' values."""
+        for bucket in self.buckets:
+            bucket.publish()
+        for tie in sorted(self.ties):
+            self.broadcast_tied(tie)
+
+    def load_inner(self, state: Mapping[Parameter, dict[str, Any]]) -> None:
+        """Replace the inner optimizer's state: master → what it keeps for it."""
+        packed = self.inner.state_dict()
+        numbers = {
+            id(parameter): number
+            for group, own in zip(self.inner.param_groups, packed["param_groups"], strict=True)
+            for parameter, number in zip(group["params"], own["params"], strict=True)
+        }
+        packed["state"] = {numbers[id(master)]: kept for master, kept in state.items()}
+        self.inner.load_state_dict(packed)
+        self._count_host_state()
+
     def broadcast_tied(self, tie: int) -> None:
         """Collective over the tie's ranks: the owner's new values go to all copies."""
         if tie in self.ties:
             self.ties[tie].broadcast_values()
+
+    def _count_host_state(self) -> None:
+        """Optimizers make their state themselves, where the masters are."""
+        if self._host is not None:
+            for state in self.inner.state.values():
+                for each in filter(torch.is_tensor, state.values()):
+                    self._host.adopt(each)
 
     def _zero_unless_open(self, stage: int) -> None:
         """A rank without micro-batches has opened no gradients; it adds zeros."""

@@ -19,12 +19,22 @@ class DataSettings(StrictModel):
     seed: int = Field(default=1234, ge=0, le=2**64 - 1)
 
 
+class CheckpointSettings(StrictModel):
+    """How `save_checkpoint` works."""
+
+    in_background: bool = Field(default=False, alias="async")
+    """Training waits for a copy in memory only; files are written while it goes on."""
+    keep_last: int | None = Field(default=None, ge=1)
+    """Checkpoints of a folder that stay; older ones are removed."""
+
+
 class ZorseSettings(StrictModel):
     """The `zorse` section."""
 
     plan: str | dict[str, Any] | None = None
     """Path of a plan file (relative to the working directory), or the plan itself."""
     data: DataSettings = DataSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
     optimizer_step: Literal["auto", "interleaved", "delayed"] = "auto"
     """`interleaved`: each stage steps as soon as its backward ends; `delayed`: all at the end."""
     transport: Literal["auto", "direct", "staged"] = "auto"

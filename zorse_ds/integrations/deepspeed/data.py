@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, default_collate
 
-from zorse_ds.core.order import SampleOrder
+from zorse_ds.core.order import DataPosition, SampleOrder
 from zorse_ds.core.strict import listed
 from zorse_ds.errors import DataError
 from zorse_ds.ranges import Range
@@ -147,15 +147,21 @@ class ZorseLoader:
         self.dataset = Columns(dataset) if _has_names(dataset) else dataset
         self.order = order
         self.collate_fn = collate_fn
-        self.next_step = 0
+        self.position = DataPosition()
+        """Behind the last batch that was handed out; may be set, as after loading."""
+        self.fingerprint: str | None = None
+        """What tells the data set from another; found when a checkpoint first needs it."""
 
     def __len__(self) -> int:
         return self.order.steps_per_epoch
 
     def __iter__(self) -> Iterator[IndexedBatch]:
-        epoch = self.order.batch(self.next_step).epoch
-        while (batch := self.order.batch(self.next_step)).epoch == epoch:
-            self.next_step += 1
+        epoch = self.order.next_batch(self.position)[0].epoch
+        while True:
+            batch, behind = self.order.next_batch(self.position)
+            if batch.epoch != epoch:
+                return
+            self.position = behind
             yield IndexedBatch(self.dataset, batch.ids, self.collate_fn)
 
 

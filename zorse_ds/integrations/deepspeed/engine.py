@@ -17,6 +17,7 @@ from torch import Tensor
 from zorse_ds.core.order import SampleOrder
 from zorse_ds.errors import ConfigError, DataError, ModelError
 from zorse_ds.integrations.deepspeed.agreement import agree_on_batch
+from zorse_ds.integrations.deepspeed.checkpoint import Checkpoints
 from zorse_ds.integrations.deepspeed.config import load_config
 from zorse_ds.integrations.deepspeed.data import (
     GlobalBatch,
@@ -60,6 +61,7 @@ class ZorseEngine(PipelineEngine):
         self._booting = False
         sharded = None if self.optimizer is None else self.optimizer.sharded
         self._worker = parts.worker(Criterion(model.loss_fn), sharded)
+        self._checkpoints = Checkpoints(self)
 
     # ---- how DeepSpeed sets itself up
 
@@ -159,14 +161,17 @@ class ZorseEngine(PipelineEngine):
         """Take the next batches from `iterator`; each item is one global batch."""
         self.data_iterator = iterator
 
-    def _next_global_batch(self, data_iter: Any) -> GlobalBatch:
+    def _next_global_batch(self, data_iter: Any, purpose: str) -> GlobalBatch:
         if data_iter is None:
             raise DataError("there is no data; expected training_data, set_dataloader or data_iter")
         try:
             batch = as_batch(next(data_iter), self._collate)
         except StopIteration:
             agree_on_batch(self.parts.world, None)
-            raise
+            raise DataError(
+                f"the data iterator has ended, but {purpose} needs a batch; expected one global "
+                "batch a call, or set_dataloader, which begins again when its loader ends"
+            ) from None
         if not isinstance(batch, IndexedBatch):
             agree_on_batch(self.parts.world, batch)
         return PlacedBatch(batch, self.device, self.parts.dtype, self.batch_fn)
@@ -176,7 +181,7 @@ class ZorseEngine(PipelineEngine):
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """Make one update; returns the mean loss over the targets of its global batch.
 
-        `data_iter` stays for the next steps. Raises `StopIteration` on every rank when it ends,
+        `data_iter` stays for the next steps. Raises `DataError` on every rank when it has ended,
         before anything has started, so training can go on. Collective: every rank.
         """
         if self.optimizer is None:
@@ -184,22 +189,23 @@ class ZorseEngine(PipelineEngine):
                 "train_batch was called without an optimizer; expected 'optimizer' in the config "
                 "or in initialize"
             )
+        self._checkpoints.poll()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self._batch = self._next_global_batch(self.data_iterator)
+        self._batch = self._next_global_batch(self.data_iterator, f"step {self.global_steps + 1}")
         return super().train_batch()
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one global batch of any size forward; see `PipelineEngine.eval_batch`.
 
-        Raises `StopIteration` on every rank when `data_iter` ends. Collective: every rank.
+        Raises `DataError` on every rank when `data_iter` has ended. Collective: every rank.
         """
         if kwargs.get("num_micro_batches") is not None:
             raise ConfigError(
                 "num_micro_batches was given to eval_batch; expected none, for each item of "
                 "data_iter is a global batch, which the plan cuts"
             )
-        self._batch = self._next_global_batch(data_iter)
+        self._batch = self._next_global_batch(data_iter, "eval_batch")
         return super().eval_batch(data_iter, *args, **kwargs)
 
     def _train_schedule(self) -> str:
@@ -262,17 +268,52 @@ class ZorseEngine(PipelineEngine):
             "for that batch"
         )
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """Refused: this version keeps no optimizer state; `save_pretrained` writes the weights."""
-        raise ConfigError(
-            "save_checkpoint is not available in this version; expected "
-            "engine.save_pretrained(folder)"
-        )
+    # ---- checkpoints
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, see `save_checkpoint`."""
-        raise ConfigError(
-            "load_checkpoint is not available in this version; expected from_pretrained(folder)"
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that training goes on from into `save_dir/tag`, whole or not at all.
+
+        Arguments are DeepSpeed's; `client_state` (the first rank's) holds plain data and tensors.
+        With `zorse.checkpoint.async` training goes on while files are written. Raises
+        `CheckpointError` on every rank alike, an earlier save's too. Collective: every rank.
+        """
+        self._checkpoints.save(
+            save_dir, tag, client_state or {}, save_latest, not exclude_frozen_parameters
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint that any plan saved; returns `(path, client_state)`.
+
+        Without `tag` the one that `load_dir/latest` names; `(None, None)` when there is no such
+        file. `load_module_only` takes the weights and begins anew. Stock DeepSpeed's checkpoints
+        give their weights. Raises `CheckpointError` on every rank alike. Collective: every rank.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError("custom_load_fn was given; expected none, for files hold ranges")
+        return self._checkpoints.load(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
         )
 
     # ---- what is new
@@ -298,9 +339,12 @@ class ZorseEngine(PipelineEngine):
         return nullcontext() if self.optimizer is None else self.optimizer.sharded.whole(stage)
 
     def destroy(self) -> None:
-        """End the transport's threads and DeepSpeed's own resources."""
-        self.parts.world.close()
-        super().destroy()
+        """Wait for a save in the background; end threads and DeepSpeed's own resources."""
+        try:
+            self._checkpoints.wait()
+        finally:
+            self.parts.world.close()
+            super().destroy()
 
 
 ZorsePipelineModule.engine_class = ZorseEngine

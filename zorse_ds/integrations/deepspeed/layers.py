@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
@@ -53,6 +53,11 @@ class LayerListStage(nn.Module):
         for local, parameter in self.owned.named_parameters():
             yield self._names[local], parameter
 
+    def global_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """See `StageModel.global_buffers`: a layer's index or key, and the name there."""
+        saved = self.owned.state_dict(keep_vars=True)
+        yield from ((name, b) for name, b in self.owned.named_buffers() if name in saved)
+
     def tie_of(self, name: str) -> int | None:
         """See `StageModel.tie_of`."""
         return self._ties.get(name)
@@ -83,6 +88,19 @@ class LayerListStages:
     def fingerprint(self) -> str:
         """Nothing: modules made in code take the values of the first rank of their group."""
         return ""
+
+    def layer_places(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Layers and local name of a parameter or buffer, given the name it has in the model.
+
+        Of what is tied by a key these are all its layers, else the first that has it.
+        """
+        head, _, local = name.partition(".")
+        if head == "tied":
+            # A key may hold dots itself.
+            keys = (key for key in self._sharing.layers_of_key if local.startswith(f"{key}."))
+            key = max(keys, key=len)
+            return self._sharing.layers_of_key[key], local.removeprefix(f"{key}.")
+        return (int(head.removeprefix("tied_")),), local
 
     def build(
         self, layers: Range, *, recompute: int, owns: Callable[[int], bool]
@@ -163,7 +181,8 @@ class _Sharing:
         self._tie_of_name = {name: self._tie_of_layers[at] for name, at in shared.items()}
         self._key_of_module = {self.module_key(key): key for key in by_key}
         self._tie_of_module = {name: len(sets) + i for i, name in enumerate(self._key_of_module)}
-        self.tied_layers = (*sets, *(tuple(at) for at in by_key.values()))
+        self.layers_of_key = {key: tuple(at) for key, at in by_key.items()}
+        self.tied_layers = (*sets, *self.layers_of_key.values())
 
     def module_key(self, key: str) -> str:
         """What the module of a tied key is registered as: torch refuses the dots a key may have."""

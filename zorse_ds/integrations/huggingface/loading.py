@@ -33,6 +33,13 @@ def read_config(folder: Path) -> PretrainedConfig:
 
     Looks at names only; no weight is read.
     """
+    config = config_in(folder)
+    _check_weight_files(folder)
+    return config
+
+
+def config_in(folder: Path) -> PretrainedConfig:
+    """The configuration in a folder, with weights or without; ModelError when it is not known."""
     if not folder.is_dir():
         found = "is a file" if folder.is_file() else "is not a folder"
         raise ModelError(
@@ -47,7 +54,6 @@ def read_config(folder: Path) -> PretrainedConfig:
             f"{path}: model_type is {model_type!r}, which transformers {transformers.__version__} "
             f"does not read ({_first_line(problem)}); expected a causal language model it knows"
         ) from problem
-    _check_weight_files(folder)
     return config
 
 

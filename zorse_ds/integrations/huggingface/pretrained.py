@@ -23,6 +23,7 @@ from zorse_ds.integrations.huggingface.loading import fingerprint_of
 from zorse_ds.integrations.huggingface.loss import CausalLMLoss
 from zorse_ds.integrations.huggingface.saving import (
     weights_file_name,
+    write_config,
     write_index_and_config,
     write_stage_weights,
 )
@@ -135,6 +136,11 @@ class PretrainedStages:
             )
         with _one_progress_bar():
             return self._stages.build(layers.start, layers.stop, recompute=bool(recompute))
+
+    def write_model_files(self, folder: Path) -> None:
+        """Configuration and tokenizer, so that a checkpoint can be exported without the source."""
+        stages = self._stages
+        write_config(stages.folder or stages.config, folder, dtype=stages.dtype)
 
     def save_pretrained(
         self,

@@ -80,6 +80,11 @@ def write_index_and_config(
         "weight_map": {key: weight_map[key][0] for key in sorted(weight_map)},
     }
     write_text(folder / INDEX_NAME, json.dumps(index, indent=2) + "\n")
+    write_config(source, folder, dtype=dtype)
+
+
+def write_config(source: Path | PretrainedConfig, folder: Path, *, dtype: torch.dtype) -> None:
+    """Write config.json, and copy or make what else `source` has beside the weights."""
     if isinstance(source, PretrainedConfig):
         settings = _settings_of(source)
         GenerationConfig.from_model_config(source).save_pretrained(folder)

@@ -102,6 +102,11 @@ class CausalLMStage(nn.Module):
                 seen.add(name)
                 yield name, parameter
 
+    def global_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Local buffers that are saved, named as in the unsplit model."""
+        saved = self.model.state_dict(keep_vars=True)
+        yield from ((name, b) for name, b in self.model.named_buffers() if name in saved)
+
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         """Those of `global_parameters` that both the first and the last layer use."""
         tied = self.structure.tied_sources

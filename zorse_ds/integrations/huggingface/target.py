@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zorse_ds.errors import ModelError
-from zorse_ds.runtime.dist_world import DistWorld
+from zorse_ds.runtime.checkpoint.exchange import Exchange
 
 UNFINISHED = ".unfinished"
 
@@ -21,7 +21,7 @@ class SaveTarget:
     constructs it.
     """
 
-    def __init__(self, folder: str | Path, world: DistWorld) -> None:
+    def __init__(self, folder: str | Path, world: Exchange) -> None:
         self._world = world
         self._problem: str | None = None
         self.folder, self.unfinished = Path(), Path()
