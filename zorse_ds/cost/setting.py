@@ -1,11 +1,12 @@
-"""What a plan is judged in: the cluster, the model, how long its layers take, and the data's length."""
+"""What a plan is judged in: cluster, model, how long its layers take, and the data's length."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from zorse_ds.core.cluster import Cluster
-from zorse_ds.core.model import LayerShape, ModelShape
+from zorse_ds.core.model import LayerShape, ModelShape, Role
 from zorse_ds.core.plan import Dtype
+from zorse_ds.core.profile import Profile
 
 Source = Literal["measured", "interpolated", "estimated"]
 
@@ -29,9 +30,12 @@ class LayerTimer(Protocol):
         """Seconds of one layer of `kind` for `size` samples of `seq_len` tokens."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setting:
-    """Everything beside the plan that decides seconds and bytes."""
+    """Everything beside the plan that decides seconds and bytes.
+
+    Equal to itself alone, so that what is derived from it can be kept by it.
+    """
 
     cluster: Cluster
     model: ModelShape
@@ -43,3 +47,9 @@ class Setting:
     """State of the optimizer per parameter: two float32 moments of Adam."""
     reserve_bytes: int = 1 << 30
     """Of each GPU, for the CUDA context, communication buffers and fragmentation."""
+    profile: Profile | None = None
+    """Measured bytes of layers and seconds of the optimizer; what it lacks is estimated."""
+    recomputed: tuple[Role, ...] = ("block",)
+    """Layers that recompute takes: blocks of Hugging Face models, all of a list of layers."""
+    step_workspace_bytes: int = 0
+    """Of the optimizer's step per parameter: none if fused, 8 for torch's own Adam."""

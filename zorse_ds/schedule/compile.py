@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from zorse_ds.core.layout import Layout, lay_out
 from zorse_ds.core.plan import Plan
+from zorse_ds.schedule.garbage import collector_paused
 from zorse_ds.schedule.inflight import InFlightLimits, all_in_flight, in_flight_limits
 from zorse_ds.schedule.orders import compute_order
 from zorse_ds.schedule.passes import (
@@ -26,17 +27,18 @@ def compile_trace(
     `tied_layers`: for each set of parameters used by several pipeline layers, those layers.
     `interleaved`: each stage steps as soon as its backward ends; else all wait for the norm.
     """
-    layout = lay_out(plan)
-    limits = limits_of(plan, layout)
-    ties = ties_between_stages(plan, tied_layers)
-    order = compute_order(plan, layout, limits, plan.schedule)
-    trace = add_loads_and_transfers(order, layout)
-    trace = add_residency(trace, order, plan, plan.schedule)
-    trace = add_target_count(trace, plan, interleaved)
-    trace = add_reductions(trace, plan, layout, ties)
-    add_steps = add_interleaved_steps if interleaved else add_delayed_steps
-    trace = add_steps(trace, plan, ties)
-    return Trace(plan, layout, limits, ties, tuple(order), tuple(trace), interleaved)
+    with collector_paused():
+        layout = lay_out(plan)
+        limits = limits_of(plan, layout)
+        ties = ties_between_stages(plan, tied_layers)
+        order = compute_order(plan, layout, limits, plan.schedule)
+        trace = add_loads_and_transfers(order, layout)
+        trace = add_residency(trace, order, plan, plan.schedule)
+        trace = add_target_count(trace, plan, interleaved)
+        trace = add_reductions(trace, plan, layout, ties)
+        add_steps = add_interleaved_steps if interleaved else add_delayed_steps
+        trace = add_steps(trace, plan, ties)
+        return Trace(plan, layout, limits, ties, tuple(order), tuple(trace), interleaved)
 
 
 def compile_forward(plan: Plan) -> Trace:

@@ -1,0 +1,96 @@
+"""Parts of the planner against plain enumeration."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from zorse_ds.core.cluster_files import cluster_from
+from zorse_ds.planner.fit import level_shares
+from zorse_ds.planner.graph import cut_tree
+from zorse_ds.planner.groupings import groupings
+from zorse_ds.planner.layers import bottleneck, cut_layers, spread
+from zorse_ds.planner.parallel import fork_map
+from zorse_ds.planner.shares import balanced, micro_batches
+from zorse_ds.planner.units import units_of
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_samples_are_balanced_as_well_as_can_be(seed: int) -> None:
+    draw = random.Random(seed)
+    seconds = [draw.uniform(0.1, 3) for _ in range(draw.randint(1, 3))]
+    total = draw.randint(1, 12)
+    parts = balanced(total, seconds)
+    assert sum(parts) == total
+    every = itertools.product(range(total + 1), repeat=len(seconds))
+    best = min(
+        max(part * cost for part, cost in zip(own, seconds, strict=True))
+        for own in every
+        if sum(own) == total
+    )
+    found = max(part * cost for part, cost in zip(parts, seconds, strict=True))
+    assert found == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("samples", "size"), [(0, 4), (1, 4), (7, 3), (8, 4), (9, 4), (5, 8)])
+def test_micro_batches_are_few_and_even(samples: int, size: int) -> None:
+    sizes = micro_batches(samples, size)
+    assert sum(sizes) == samples
+    assert len(sizes) == -(-samples // size)
+    assert all(0 < each <= size for each in sizes)
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_are_cut_at_the_least_bottleneck(seed: int) -> None:
+    draw = random.Random(seed)
+    groups, layers = draw.randint(1, 4), draw.randint(4, 8)
+    costs = [[draw.uniform(0.5, 2) for _ in range(layers)] for _ in range(groups)]
+    most = [draw.randint(1, layers) for _ in range(groups)]
+    seconds = [np.concatenate([[0.0], np.cumsum(own)]) for own in costs]
+    found = cut_layers(seconds, most)
+    bounds = [(0, *cuts, layers) for cuts in itertools.combinations(range(1, layers), groups - 1)]
+    legal = [own for own in bounds if all(own[i + 1] - own[i] <= most[i] for i in range(groups))]
+    if not legal:
+        assert found is None
+        return
+    best = min(max(sum(costs[i][own[i] : own[i + 1]]) for i in range(groups)) for own in legal)
+    assert found is not None
+    assert sum(found) == layers
+    assert all(count <= cap for count, cap in zip(found, most, strict=True))
+    assert bottleneck(seconds, found) == pytest.approx(best)
+
+
+def test_layers_are_spread_over_visits() -> None:
+    assert spread((5, 4), 2) == ((3, 2), (2, 2))
+
+
+def test_shares_are_level_below_their_caps() -> None:
+    assert level_shares([0.1, 1.0, 1.0]) == pytest.approx((0.1, 0.45, 0.45))
+    assert level_shares([0.3, 0.3]) is None
+
+
+def test_two_regions_are_the_first_cut() -> None:
+    cluster = cluster_from("desk")
+    parts = list(cut_tree(cluster, units_of(cluster), 2))[1]
+    assert [{unit.node for unit in part} for part in parts] == [{0}, {1}]
+
+
+@pytest.mark.parametrize("name", ["mini_b", "zorse_a", "zorse_b", "zorse_c"])
+def test_groupings_divide_all_gpus_and_come_pure_and_mixed(name: str) -> None:
+    cluster = cluster_from(name)
+    units = units_of(cluster)
+    found = groupings(cluster, units, lambda _: 1.0, 6)
+    for grouping in found:
+        ranks = [rank for group in grouping.groups for unit in group for rank in unit.ranks]
+        assert sorted(ranks) == list(range(len(cluster.gpus)))
+    types = [[{unit.gpu_type for unit in group} for group in grouping.groups] for grouping in found]
+    assert any(len(own) > 1 and all(len(kinds) == 1 for kinds in own) for own in types)
+    assert any(len(own) > 1 and all(len(kinds) > 1 for kinds in own) for own in types)
+
+
+def test_work_is_dealt_out_and_failures_come_back() -> None:
+    assert fork_map(lambda x: x * x, list(range(7)), 3) == [0, 1, 4, 9, 16, 25, 36]
+    with pytest.raises(ZeroDivisionError):
+        fork_map(lambda x: 1 // x, [1, 0, 2], 2)

@@ -1,0 +1,175 @@
+"""A draft: the decisions of a plan in the planner's own terms, and the plan that follows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from zorse_ds.core.plan import Dtype, GpuGroup, GpuShare, Plan, Recompute, Stage
+from zorse_ds.cost.compute import compute_times
+from zorse_ds.cost.setting import Setting
+from zorse_ds.planner.shares import balanced, micro_batches
+from zorse_ds.planner.units import Unit
+from zorse_ds.ranges import Range, consecutive
+
+Schedule = Literal["1f1b", "ministage"]
+ZeroLevel = Literal[0, 1, 2, 3]
+Offload = Literal["none", "params", "params+activations"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDraft:
+    """What is decided for one group."""
+
+    units: tuple[Unit, ...]
+    size: int
+    """The largest micro-batch."""
+    dtype: Dtype
+    zero_level: ZeroLevel = 2
+    recompute: tuple[bool, ...] = (False,)
+    """One entry a visit."""
+    offload: Offload = "none"
+    shard_weights: tuple[float, ...] | None = None
+    """One a rank, ascending ranks; None: equal."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ascending."""
+        return _members(self.units)[0]
+
+    @property
+    def gpu_types(self) -> tuple[str, ...]:
+        """The type of each rank, in their order."""
+        return _members(self.units)[1]
+
+
+@lru_cache(maxsize=65536)
+def _members(units: tuple[Unit, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    pairs = sorted((rank, unit.gpu_type) for unit in units for rank in unit.ranks)
+    return tuple(rank for rank, _ in pairs), tuple(name for _, name in pairs)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Groups in pipeline order and the layers of every stage."""
+
+    schedule: Schedule
+    groups: tuple[GroupDraft, ...]
+    layers: tuple[tuple[int, ...], ...]
+    """How many layers each visit (outer) has at each group (inner); 0 leaves the stage out."""
+
+    @property
+    def num_visits(self) -> int:
+        """Rounds through the groups."""
+        return len(self.layers)
+
+    @cached_property
+    def cuts(self) -> tuple[tuple[int, int, Range], ...]:
+        """Visit, group and layers of every stage, in model order."""
+        places = [
+            (visit, group, number)
+            for visit, own in enumerate(self.layers)
+            for group, number in enumerate(own)
+            if number
+        ]
+        ranges = consecutive([number for _, _, number in places])
+        return tuple((v, g, r) for (v, g, _), r in zip(places, ranges, strict=True))
+
+    def stages_of(self, group: int) -> tuple[tuple[int, Range], ...]:
+        """Visits and layers of the stages of a group."""
+        return tuple((visit, layers) for visit, own, layers in self.cuts if own == group)
+
+    def with_group(self, index: int, group: GroupDraft) -> "Draft":
+        """The draft with one group decided otherwise."""
+        groups = (*self.groups[:index], group, *self.groups[index + 1 :])
+        return replace(self, groups=groups)
+
+
+def sample_seconds(draft: Draft, index: int, setting: Setting) -> list[float]:
+    """What one sample costs each rank of a group, over all its stages."""
+    group = draft.groups[index]
+    stages = draft.stages_of(index)
+    times = compute_times(setting)
+    by_type: dict[str, float] = {}
+    for name in dict.fromkeys(group.gpu_types):
+        sums = times.sums(name, group.dtype, group.size)
+        whole = sum(
+            sums.forward_s(layers) + sums.backward_s(layers, int(group.recompute[visit]))
+            for visit, layers in stages
+        )
+        by_type[name] = whole / group.size
+    return [by_type[name] for name in group.gpu_types]
+
+
+def plan_of(draft: Draft, setting: Setting, batch: int) -> Plan:
+    """The plan: samples go to ranks so that the ranks of a group end together."""
+    names = group_names(draft)
+    numbers = range(len(draft.groups))
+    return Plan(
+        global_batch_size=batch,
+        schedule=draft.schedule,
+        groups=tuple(_group(draft, i, names[i], setting, batch) for i in numbers),
+        stages=tuple(_stages(draft, names)),
+    )
+
+
+def part_of(draft: Draft, index: int, setting: Setting, batch: int) -> Plan:
+    """What of the plan one group's memory depends on: the group alone, and all stages."""
+    names = group_names(draft)
+    return Plan.model_construct(
+        version=1,
+        global_batch_size=batch,
+        schedule=draft.schedule,
+        turnaround=True,
+        groups=(_group(draft, index, names[index], setting, batch),),
+        stages=tuple(_stages(draft, names)),
+    )
+
+
+def _group(draft: Draft, index: int, name: str, setting: Setting, batch: int) -> GpuGroup:
+    group = draft.groups[index]
+    samples = balanced(batch, sample_seconds(draft, index, setting))
+    weights = group.shard_weights or (1.0,) * len(samples)
+    return GpuGroup(
+        name=name,
+        gpus=tuple(
+            _share(rank, micro_batches(number, group.size), weight)
+            for rank, number, weight in zip(group.ranks, samples, weights, strict=True)
+        ),
+        zero_level=group.zero_level,
+        recompute=_usual(group, draft, index),
+        offload=group.offload,
+        dtype=group.dtype,
+    )
+
+
+@lru_cache(maxsize=65536)
+def _share(rank: int, sizes: tuple[int, ...], weight: float) -> GpuShare:
+    return GpuShare(rank=rank, micro_batches=sizes, shard_weight=weight)
+
+
+def _stages(draft: Draft, names: Sequence[str]) -> Iterator[Stage]:
+    usual = [_usual(group, draft, i) for i, group in enumerate(draft.groups)]
+    for visit, index, layers in draft.cuts:
+        own: Recompute = "full" if draft.groups[index].recompute[visit] else "none"
+        yield _stage(names[index], layers, None if own == usual[index] else own)
+
+
+@lru_cache(maxsize=65536)
+def _stage(name: str, layers: Range, recompute: Recompute | None) -> Stage:
+    return Stage(group=name, layers=layers, recompute=recompute)
+
+
+def group_names(draft: Draft) -> list[str]:
+    """`a100-sxm-40gb`, `t4+v100 2`: the types of a group, numbered where several would be alike."""
+    plain = ["+".join(sorted({u.gpu_type for u in group.units})).lower() for group in draft.groups]
+    return [
+        name if plain.count(name) == 1 else f"{name} {plain[: i + 1].count(name)}"
+        for i, name in enumerate(plain)
+    ]
+
+
+def _usual(group: GroupDraft, draft: Draft, index: int) -> Recompute:
+    """What most stages of the group do."""
+    own = [group.recompute[visit] for visit, _ in draft.stages_of(index)]
+    return "full" if 2 * sum(own) > len(own) else "none"

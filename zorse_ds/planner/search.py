@@ -1,0 +1,64 @@
+"""The planner: many drafts by cost, the best of each kind by the simulator, then local search.
+
+A cost misranks close drafts by some per cent, so the simulator judges, with a quota for each
+grouping so that different ideas get their turn (Zorse §4; H2's two stages of search).
+"""
+
+from dataclasses import dataclass
+
+from zorse_ds.cost.setting import Setting
+from zorse_ds.errors import PlannerError
+from zorse_ds.planner.climb import climb
+from zorse_ds.planner.effort import USUAL, Effort, Progress, silent
+from zorse_ds.planner.judge import Case, Judge, Judged
+from zorse_ds.planner.missing import what_is_missing
+from zorse_ds.planner.screen import Costed, screened
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    ranked: list[Judged]
+    """All plans that fit and were simulated, the fastest first; never empty."""
+    num_costed: int
+    num_events: int
+    """Passes and messages that were simulated."""
+
+    @property
+    def best(self) -> Judged:
+        """The fastest."""
+        return self.ranked[0]
+
+
+def search(
+    setting: Setting, batch: int, effort: Effort = USUAL, progress: Progress = silent
+) -> Found:
+    """Plans for a step of `batch` samples. Deterministic.
+
+    Raises `PlannerError` when no plan fits, with what is missing.
+    """
+    chosen, missing = screened(setting, batch, effort, progress)
+    if not chosen:
+        raise PlannerError(what_is_missing(missing, setting, batch))
+    judge = Judge(setting, batch, effort.events, effort.workers)
+    cases = _by_guess(chosen, judge, effort, progress)
+    judge.judge(cases[: effort.confirmed])
+    for start_from in judge.ranked()[: effort.improved]:
+        climb(start_from, judge, progress)
+    if not judge.ranked():
+        raise PlannerError(what_is_missing(missing, setting, batch))
+    return Found(judge.ranked(), len(chosen) + len(missing), judge.spent)
+
+
+def _by_guess(chosen: list[Costed], judge: Judge, effort: Effort, progress: Progress) -> list[Case]:
+    """The drafts, the fastest first by a short simulation of each."""
+    guesses: list[tuple[float, int]] = []
+    cases = [Case(each.draft, each.origin) for each in chosen]
+    step = 2 * effort.workers
+    for start in range(0, len(chosen), step):
+        progress("simulating", start, len(chosen))
+        some = cases[start : start + step]
+        for seconds in judge.guess(some, effort.events_at_once):
+            guesses.append((seconds, len(guesses)))
+    return [cases[number] for _, number in sorted(guesses)]
