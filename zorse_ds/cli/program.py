@@ -6,7 +6,14 @@ from typing import Annotated
 import typer
 
 from zorse_ds import __version__
+from zorse_ds.cli.doctor import doctor
+from zorse_ds.cli.export import export
+from zorse_ds.cli.gpus import gpus
+from zorse_ds.cli.plan import plan
+from zorse_ds.cli.probe import probe
+from zorse_ds.cli.profile import profile
 from zorse_ds.cli.show import show
+from zorse_ds.cli.simulate import simulate
 from zorse_ds.errors import ZorseError
 
 USER_ERROR = 2
@@ -21,7 +28,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command("doctor")(doctor)
+app.command("export")(export)
+app.command("gpus")(gpus)
+app.command("plan")(plan)
+app.command("probe")(probe)
+app.command("profile")(profile)
 app.command("show")(show)
+app.command("simulate")(simulate)
 
 
 def _print_version(wanted: bool) -> None:
