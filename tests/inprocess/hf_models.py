@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -10,63 +10,10 @@ from typing import Any
 import torch
 import transformers as hf
 
+from tools.tiny_configs import CONFIGS, GPT2_SIZES, HEADS, OPT, SIZES
 from zorse_ds.integrations.huggingface import CausalLMStage, CausalLMStages
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GPT2_SIZES = {
-    "vocab_size": 64,
-    "n_embd": 16,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-GEMMA = {"head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 3}
-GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
-QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
-OPT = {"vocab_size": 64, "ffn_dim": 32, "hidden_size": 16, "num_hidden_layers": 3}
-HEADS = {"num_attention_heads": 4}
-
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: hf.LlamaConfig(**SIZES),
-    "llama_tied": lambda: hf.LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "llama3_rope": lambda: hf.LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
-    "gpt2": lambda: hf.GPT2Config(**GPT2_SIZES),
-    "gpt2_untied": lambda: hf.GPT2Config(**GPT2_SIZES, tie_word_embeddings=False),
-    "qwen2": lambda: hf.Qwen2Config(**SIZES, **QWEN_WINDOWS),
-    "mistral": lambda: hf.MistralConfig(**SIZES, sliding_window=3),
-    "gemma2": lambda: hf.Gemma2Config(**SIZES, **GEMMA),
-    "gemma3": lambda: hf.Gemma3TextConfig(**SIZES, **GEMMA, sliding_window_pattern=2),
-    "granite": lambda: hf.GraniteConfig(**SIZES, **GRANITE, attention_multiplier=0.3),
-    "cohere": lambda: hf.CohereConfig(**SIZES),
-    "falcon_alibi": lambda: hf.FalconConfig(**{**SIZES, "num_key_value_heads": 4}, alibi=True),
-    "bloom": lambda: hf.BloomConfig(vocab_size=64, hidden_size=16, n_layer=3, n_head=4),
-    "opt_projected": lambda: hf.OPTConfig(
-        **OPT, **HEADS, word_embed_proj_dim=8, do_layer_norm_before=False, dropout=0.0
-    ),
-    "gpt_neox": lambda: hf.GPTNeoXConfig(**{**SIZES, "num_key_value_heads": 4}),
-    "mamba": lambda: hf.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=3),
-}
+__all__ = ["CONFIGS", "GPT2_SIZES", "HEADS", "OPT", "SIZES"]
 
 
 def own_memory(model: torch.nn.Module) -> None:
@@ -83,7 +30,8 @@ def save_checkpoint(config: Any, folder: Path, dtype: torch.dtype = torch.float6
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     model.save_pretrained(folder, max_shard_size="20KB")
-    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **experts)
     own_memory(model)
     return model.eval()
 

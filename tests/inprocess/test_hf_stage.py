@@ -26,6 +26,7 @@ from tests.inprocess.hf_models import (
     run,
     save_checkpoint,
 )
+from tools.tiny_configs import REFUSED as REFUSED_CONFIGS
 from zorse_ds.errors import DataError, ModelError
 from zorse_ds.integrations.huggingface import CausalLMStage, CausalLMStages
 
@@ -188,7 +189,6 @@ def test_refuses_ranges_outside_the_model(layers: tuple[int, int]) -> None:
         CausalLMStages.from_config(CONFIGS["llama"]()).build(*layers)
 
 
-GEMMA4 = {"head_dim": 4, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64}
 ZAMBA2 = {
     "mamba_d_state": 4,
     "n_mamba_heads": 4,
@@ -200,13 +200,11 @@ ZAMBA2 = {
     "attention_head_dim": 8,
 }
 REFUSED = {
-    "shared keys": (lambda: hf.Gemma4TextConfig(**SIZES, **GEMMA4), "shared_kv_states, a KV"),
+    "per-layer embeddings": (REFUSED_CONFIGS["gemma3n"], "hidden_size_per_layer_input is 4"),
+    "both": (REFUSED_CONFIGS["gemma4_per_layer"], "hidden_size_per_layer_input is 4"),
+    "shared keys": (REFUSED_CONFIGS["gemma4_shared_keys"], "its last 1 blocks use keys"),
     "embeddings in each block": (lambda: hf.Zamba2Config(**SIZES, **ZAMBA2), "argument 1, which"),
     "blocks left out": (lambda: hf.OPTConfig(**OPT, **HEADS, layerdrop=0.1), "layerdrop"),
-    "loss over blocks": (
-        lambda: hf.MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True),
-        "output_router_logits",
-    ),
     "no list of blocks": (lambda: hf.OpenAIGPTConfig(**GPT2_SIZES), "0 lists"),
 }
 

@@ -1,6 +1,6 @@
 """Hugging Face causal language models as pipeline stages: loading, running, saving."""
 
-from zorse_ds.integrations.huggingface.collate import collate_causal_lm
+from zorse_ds.integrations.huggingface.collate import collate_causal_lm, collate_for
 from zorse_ds.integrations.huggingface.loss import CausalLMLoss, count_targets
 from zorse_ds.integrations.huggingface.saving import (
     weights_file_name,
@@ -15,6 +15,7 @@ __all__ = [
     "CausalLMStage",
     "CausalLMStages",
     "collate_causal_lm",
+    "collate_for",
     "count_targets",
     "weights_file_name",
     "write_index_and_config",

@@ -1,27 +1,43 @@
 """Making one micro-batch of samples of unequal length."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from zorse_ds.errors import DataError
 from zorse_ds.integrations.huggingface.loss import IGNORED_LABEL
+from zorse_ds.integrations.huggingface.structure import ModelStructure
+
+CollateFn = Callable[[Sequence[Mapping[str, Any]]], tuple[dict[str, torch.Tensor], torch.Tensor]]
 
 OPTIONAL_KEYS = ("attention_mask", "position_ids")
 
 KNOWN_KEYS = ("input_ids", "labels", *OPTIONAL_KEYS)
 
 
+def collate_for(structure: ModelStructure) -> CollateFn:
+    """`collate_causal_lm` with what the model needs: a router loss must not count padding.
+
+    So then there is an attention_mask, unless the samples have position_ids: these tell packed
+    documents apart only where there is no mask.
+    """
+    needs_mask = structure.router_loss is not None
+    takes_mask = "attention_mask" in structure.accepted_inputs
+    return partial(collate_causal_lm, add_mask=needs_mask and takes_mask)
+
+
 def collate_causal_lm(
-    samples: Sequence[Mapping[str, Any]], pad_token_id: int = 0
+    samples: Sequence[Mapping[str, Any]], pad_token_id: int = 0, *, add_mask: bool = False
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Stack samples into inputs and labels, both (b, t), padded on the right to the longest.
 
     A sample is a dict of sequences of integers: input_ids and, where wanted, labels (default: the
     input_ids), attention_mask, position_ids. The latter two are in the inputs only when the
-    samples bring them: under a causal mask, padding on the right is seen by no real token. Other
+    samples bring them (`add_mask`: the former always, unless there are position_ids): under a
+    causal mask, padding on the right is seen by no real token. Other
     keys are left alone. Raises DataError when there are no samples or no tokens, or a sample has no
     input_ids, a misspelt key, keys the others lack, or sequences of unequal lengths or of anything
     but whole numbers.
@@ -42,6 +58,9 @@ def collate_causal_lm(
             f"all {len(rows)} samples of a micro-batch have empty input_ids; expected at least one "
             "token"
         )
+    if add_mask and not {"attention_mask", "position_ids"} & rows[0].keys():
+        for row in rows:
+            row["attention_mask"] = torch.ones_like(row["input_ids"])
     batch = {
         key: torch.stack([_pad(key, row[key], length, pad_token_id) for row in rows])
         for key in rows[0]

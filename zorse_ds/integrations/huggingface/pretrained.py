@@ -18,7 +18,7 @@ from zorse_ds.errors import ModelError, PlanError
 from zorse_ds.integrations.deepspeed.agreement import together
 from zorse_ds.integrations.deepspeed.config import check_config, load_config, plan_from_config
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, init_distributed
-from zorse_ds.integrations.huggingface.collate import collate_causal_lm
+from zorse_ds.integrations.huggingface.collate import collate_for
 from zorse_ds.integrations.huggingface.loading import fingerprint_of
 from zorse_ds.integrations.huggingface.loss import CausalLMLoss
 from zorse_ds.integrations.huggingface.saving import (
@@ -104,9 +104,9 @@ def _module_of(
         stages = read()
     return ZorsePipelineModule(
         plan=plan,
-        loss_fn=CausalLMLoss(),
+        loss_fn=CausalLMLoss(stages.structure.router_loss),
         source=PretrainedStages(stages),
-        collate_fn=collate_causal_lm,
+        collate_fn=collate_for(stages.structure),
     )
 
 

@@ -31,6 +31,7 @@ from zorse_ds.integrations.huggingface.recorders import (
     Recording,
     RefusalError,
 )
+from zorse_ds.integrations.huggingface.router_probe import find_router_loss, without_router_loss
 from zorse_ds.integrations.huggingface.structure import ModelStructure
 
 OPTIONAL_INPUTS = ("attention_mask", "position_ids")
@@ -64,6 +65,8 @@ def _refusal(model: PreTrainedModel, reason: str) -> ModelError:
 def _probe(model: PreTrainedModel) -> ModelStructure:
     """The passes of `probe`; raises RefusalError."""
     _refuse_options(model)
+    router_loss = find_router_loss(model)
+    without_router_loss(model.config)
     blocks_path = find_blocks(model)
     part_paths = find_parts(model, blocks_path)
     ties = find_ties(model)
@@ -80,6 +83,7 @@ def _probe(model: PreTrainedModel) -> ModelStructure:
         identity_parts=frozenset(),
         ties=(),
         accepted_inputs=_accepted_inputs(model),
+        router_loss=router_loss,
     )
     structure = _compare_runs(model, recorder, structure, part_paths)
     return replace(structure, ties=keep_ties(structure, ties, parameter_names))
@@ -121,15 +125,28 @@ def _refuse_options(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "layerdrop", None):
         raise RefusalError("layerdrop skips blocks at random, which stages cannot agree on")
-    if getattr(config, "output_router_logits", False):
-        raise RefusalError("output_router_logits adds a loss that needs the blocks of all stages")
+    if getattr(config, "hidden_size_per_layer_input", None):
+        raise RefusalError(
+            "every block gets an embedding of the tokens besides its hidden state "
+            f"(hidden_size_per_layer_input is {config.hidden_size_per_layer_input})"
+        )
+    if _shares_keys(model):
+        raise RefusalError(
+            f"its last {config.num_kv_shared_layers} blocks use keys and values of earlier ones "
+            "(num_kv_shared_layers)"
+        )
+
+
+def _shares_keys(model: PreTrainedModel) -> bool:
+    config = model.config.get_text_config(decoder=True)
+    return bool(getattr(config, "num_kv_shared_layers", None))
 
 
 def _install_recorders(
     model: PreTrainedModel, blocks_path: str, part_paths: list[str]
 ) -> tuple[Recorder, int]:
     """Replace blocks and parts, and give the buffers that are left some numbers."""
-    recorder = Recorder()
+    recorder = Recorder(shares_keys=_shares_keys(model))
     blocks = model.get_submodule(blocks_path)
     assert isinstance(blocks, nn.ModuleList)
     for i, block in enumerate(blocks):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from transformers.cache_utils import KVSharingDict
 
 from zorse_ds.errors import ModelError
 from zorse_ds.integrations.huggingface.prune import copy_facts, first_tensor
@@ -61,8 +62,10 @@ class Recording:
 class Recorder:
     """Where the modules below write; `recording` is swapped for each forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_keys: bool = False) -> None:
         self.recording = Recording(blocks_return_tuple=False)
+        self.shares_keys = shares_keys
+        """Whether some blocks use the keys and values of others."""
 
 
 class BlockRecorder(nn.Module):
@@ -85,6 +88,7 @@ class BlockRecorder(nn.Module):
         others = {
             path: leaf
             for key, value in arguments.items()
+            if self._recorder.shares_keys or not _is_unused(value)
             for path, leaf in _leaves(value, f"{key}")
         }
         recording.blocks.append(BlockCall(self._index, where, hidden, others, output))
@@ -140,6 +144,11 @@ def _hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str
     if isinstance(kwargs.get("hidden_states"), torch.Tensor):
         return "hidden_states"
     raise RefusalError("its blocks get no hidden state as first argument or as hidden_states")
+
+
+def _is_unused(value: Any) -> bool:
+    """Whether this is what blocks that share keys would fill, where none does."""
+    return isinstance(value, KVSharingDict) and not value
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 """One pipeline stage of a causal language model: a pruned model and its entrance and exit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 
 from zorse_ds.errors import DataError
 from zorse_ds.integrations.huggingface.prune import StageExit
+from zorse_ds.integrations.huggingface.router_loss import RouterSums
 from zorse_ds.integrations.huggingface.structure import ModelStructure
 
 INPUT_NAMES = ("input_ids", "attention_mask", "position_ids")
 
-StageValue = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""What travels between stages: hidden state (b, t, h), attention_mask (b, t), position_ids."""
+StageValue = tuple[torch.Tensor | None, ...]
+"""What travels between stages: hidden state (b, t, h), attention_mask (b, t), position_ids, and
+behind these, with a router loss, its sums so far (b, 1, width)."""
 
 
 class CausalLMStage(nn.Module):
@@ -44,6 +46,8 @@ class CausalLMStage(nn.Module):
         self._received: torch.Tensor | None = None
         self._install_entrance()
         self._install_exit()
+        loss = structure.router_loss
+        self._routers = None if loss is None else RouterSums(loss, self._blocks())
         if recompute:
             self._recompute_blocks()
         self.train()
@@ -63,29 +67,51 @@ class CausalLMStage(nn.Module):
 
         First stage: `value` is a dict with input_ids (b, t) and, where wanted, attention_mask
         (b, t) and position_ids (b or 1, t). Other stages: the tuple the stage before returned:
-        hidden state (b, t, h), attention_mask or None, position_ids or None. Returns such a tuple,
-        or the logits (b, t, vocabulary) from the stage with the last layer. Raises DataError for
-        an input the model does not take.
+        hidden state (b, t, h), attention_mask or None, position_ids or None, and the sums of a
+        router loss where the model has one. Returns such a tuple, or from the stage with the last
+        layer the logits (b, t, vocabulary), with a router loss `(logits, sums)`. Raises DataError
+        for an input the model does not take.
         """
+        sums: Sequence[torch.Tensor] = ()
         if isinstance(value, dict):
             self._check_batch(value)
             inputs = {"input_ids": value["input_ids"]}
             mask, positions = value.get("attention_mask"), value.get("position_ids")
         else:
             assert not self.is_first, "the first stage takes a dict"
-            self._received, mask, positions = value
+            parts: Any = value
+            self._received, mask, positions, *sums = parts
             inputs = {"inputs_embeds": self._stand_in(self._received)}
         optional = {"attention_mask": mask, "position_ids": positions}
         inputs.update({name: given for name, given in optional.items() if given is not None})
         self._check_accepted(inputs)
         try:
-            output = self.model(**inputs, use_cache=False, return_dict=True)
-        except StageExit as exit_:
-            return exit_.hidden, mask, positions
+            result = self._run(inputs)
         except IndexError as problem:
             raise self._outside(inputs, problem) from problem
         finally:
             self._received = None
+        more = self._router_sums(sums, result, mask)
+        if self.is_last:
+            return (result, *more) if more else result
+        return (result, mask, positions, *more)
+
+    def _router_sums(
+        self, before: Sequence[torch.Tensor], result: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """What leaves beside the hidden state or logits: with a router loss its sums so far."""
+        if self._routers is None:
+            return ()
+        return (self._routers.finish(next(iter(before), None), result, mask),)
+
+    def _run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The model's own forward, up to the end of the stage."""
+        if self._routers is not None:
+            self._routers.start()
+        try:
+            output = self.model(**inputs, use_cache=False, return_dict=True)
+        except StageExit as exit_:
+            return exit_.hidden
         assert self.is_last, "a stage without the head ends at its last block"
         logits: torch.Tensor = output.logits
         return logits

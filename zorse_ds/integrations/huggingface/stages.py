@@ -14,6 +14,7 @@ from zorse_ds.integrations.huggingface.loading import (
     read_config,
 )
 from zorse_ds.integrations.huggingface.probe import probe
+from zorse_ds.integrations.huggingface.router_probe import without_router_loss
 from zorse_ds.integrations.huggingface.stage import CausalLMStage
 from zorse_ds.integrations.huggingface.structure import ModelStructure
 
@@ -42,6 +43,7 @@ class CausalLMStages:
         shapes = [(n, p.numel()) for n, p in model.named_parameters(remove_duplicate=False)]
         # A composite model's language model goes by its own part of the configuration.
         self.config: PretrainedConfig = copy.deepcopy(model.config)
+        self._running_config = _as_run(self.config, dtype)
         self.structure: ModelStructure = probe(model)
         self.folder = folder
         self.dtype = dtype
@@ -137,17 +139,27 @@ class CausalLMStages:
         if self.folder is not None:
             return load_stage_model(
                 self.folder,
-                self.config,
+                self._running_config,
                 self.structure,
                 (start, stop),
                 dtype=self.dtype,
                 attn_implementation=self._attn_implementation,
             )
         return create_stage_model(
-            self.config,
+            self._running_config,
             self.structure,
             (start, stop),
             dtype=self.dtype,
             attn_implementation=self._attn_implementation,
             seed=self.seed,
         )
+
+
+def _as_run(config: PretrainedConfig, dtype: torch.dtype) -> PretrainedConfig:
+    """The configuration stages run with: nothing on that wants all blocks, or another dtype."""
+    config = copy.deepcopy(config)
+    without_router_loss(config)
+    if dtype == torch.float64 and config._experts_implementation == "grouped_mm":
+        # The fused matrix products over experts do not know float64.
+        config._experts_implementation = "eager"
+    return config

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from zorse_ds.errors import ModelError
+from zorse_ds.integrations.huggingface.router_loss import RouterLoss
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class ModelStructure:
     """Pairs (parameter of the last layer, parameter of layer 0) that are one parameter."""
     accepted_inputs: frozenset[str]
     """Which of attention_mask and position_ids the model's forward takes."""
+    router_loss: RouterLoss | None = None
+    """The auxiliary loss of a mixture of experts, where it is switched on."""
 
     @property
     def num_layers(self) -> int:

@@ -106,7 +106,7 @@ class TimedRun:
             self._arrived = cut(structure, leaves, size, self._window, seq_len)
         self._runner = StageRunner(stage, self._saving)
         self._saved: dict[int, int] | None = None
-        self._criterion = CausalLMLoss()
+        self._criterion = CausalLMLoss(stage.structure.router_loss)
         self._loss: Tensor | None = None
         self._gradient: Message | None = None
         self._boundary_bytes = 0
