@@ -58,5 +58,9 @@ class TransportError(ZorseError):
     """A message or collective did not arrive in time, or its peer is gone."""
 
 
+class PeerError(TransportError):
+    """Another rank failed first, is gone or has stopped answering; the sentence names it."""
+
+
 class WorldError(ZorseError):
     """Ranks of one job disagree about plan, model or versions."""

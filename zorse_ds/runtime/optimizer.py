@@ -51,6 +51,8 @@ class StepSums:
     """By how much `count_targets` was wrong, over all ranks."""
     not_finite: tuple[int, ...]
     """Stages with a gradient that is infinite or NaN on some rank."""
+    is_noticed: bool
+    """Some rank was told to save and end."""
 
 
 class ShardedOptimizer:
@@ -193,16 +195,22 @@ class ShardedOptimizer:
             self.ties[tie].reduce_grads()
 
     def agree(
-        self, losses: LossSum, miscounted: float, num_stages: int, device: torch.device
+        self,
+        losses: LossSum,
+        miscounted: float,
+        num_stages: int,
+        device: torch.device,
+        is_noticed: bool = False,
     ) -> StepSums:
         """Collective over the world, on the rank's device: the sums that decide about the step."""
         own = [self._squares.get(stage, 0.0) for stage in range(num_stages)]
-        own += [losses.total, losses.num_targets, miscounted]
+        own += [losses.total, losses.num_targets, miscounted, float(is_noticed)]
         sums = torch.tensor(own, dtype=torch.float64, device=device)
         self._world.all_reduce(sums)
-        *squares, loss_sum, num_targets, miscounted = sums.tolist()
+        *squares, loss_sum, num_targets, miscounted, notices = sums.tolist()
         not_finite = tuple(at for at, own in enumerate(squares) if not math.isfinite(own))
-        return StepSums(math.sqrt(sum(squares)), loss_sum, num_targets, miscounted, not_finite)
+        norm = math.sqrt(sum(squares))
+        return StepSums(norm, loss_sum, num_targets, miscounted, not_finite, notices > 0)
 
     def step(self, stage: int, factor: float) -> None:
         """Collective over the stage's group: scale gradients by `factor`, update, gather."""

@@ -212,6 +212,7 @@ class TrainingStep(ForwardStep):
         """Targets of the step, on ranks that know them before the first backward."""
         self.roots: dict[int, Tensor | None] = {}
         self.outcome = Outcome(float("nan"), 0, float("nan"), None, 1.0)
+        self.is_noticed = False
 
     def handlers(self) -> Handlers:
         """See `ForwardStep.handlers`."""
@@ -283,7 +284,9 @@ class TrainingStep(ForwardStep):
         num_stages = self.trace.layout.num_stages
         counted = self.losses.num_targets if self.own_counted is None else self.own_counted
         miscounted = abs(counted - self.losses.num_targets)
-        sums = self.worker.trained.agree(self.losses, miscounted, num_stages, self.worker.device)
+        device, is_noticed = self.worker.device, self.worker.is_noticed
+        sums = self.worker.trained.agree(self.losses, miscounted, num_stages, device, is_noticed)
+        self.is_noticed = sums.is_noticed
         count = sums.num_targets
         if sums.miscounted > 1e-6 * count:
             raise ModelError(

@@ -38,6 +38,8 @@ class StepReport:
     not_finite: tuple[int, ...] = ()
     """Stages with an infinite or NaN gradient. They alone made no update where stages step as soon
     as their backward ends; else nobody did, and `skipped` is "overflow"."""
+    noticed: bool = False
+    """Some rank was told to save and end; see `Worker.is_noticed`."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """Last stage's outputs by micro-batch, where they were asked for."""
 
@@ -72,6 +74,10 @@ class Worker:
         """Boundaries at which the dtype changes → (above, below)."""
         self.ledger: MemoryLedger | None = None
         """Set to count memory; costs time."""
+        self.is_noticed = False
+        """Set, by a signal's handler too, to tell all ranks with the step's sums."""
+        self.now: tuple[Instruction, float] | None = None
+        """The running instruction and its start by `time.perf_counter`; another thread may read."""
 
     @property
     def trained(self) -> ShardedOptimizer:
@@ -99,6 +105,7 @@ class Worker:
             timeline,
             self._memory_report(),
             outcome.not_finite,
+            step.is_noticed,
         )
 
     def evaluate(self, trace: Trace, batch: Batch, keep_outputs: bool = False) -> StepReport:
@@ -126,11 +133,13 @@ class Worker:
         with nullcontext() if self.ledger is None else self.ledger.counting():
             origin = start = clock()
             for instruction in program:
+                self.now = (instruction, start)
                 run(handlers, instruction)
                 stop = clock()
                 marks.append((instruction, start - origin, stop - origin))
                 start = stop
         self.transport.end()
+        self.now = None
         return Timeline(tuple(_span(*mark) for mark in marks))
 
     def _run(self, handlers: Handlers, instruction: Instruction) -> None:

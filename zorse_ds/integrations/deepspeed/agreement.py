@@ -18,7 +18,13 @@ from torch import Tensor
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import DataError, WorldError
-from zorse_ds.integrations.deepspeed.data import CollatedBatch, SampleBatch
+from zorse_ds.integrations.deepspeed.data import (
+    CollatedBatch,
+    CollateFn,
+    IndexedBatch,
+    SampleBatch,
+    as_batch,
+)
 from zorse_ds.runtime.dist_world import DistWorld
 
 _OWN_TO_A_RANK = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -124,6 +130,28 @@ def agree_on_batch(world: DistWorld, batch: SampleBatch | CollatedBatch | None) 
             "the data iterators gave the ranks different samples; expected the same global batch "
             "on every rank, for example a shuffling loader with a generator of the same seed"
         )
+
+
+def next_batch(
+    world: DistWorld, data_iter: Any, collate_fn: CollateFn, purpose: str
+) -> IndexedBatch | SampleBatch | CollatedBatch:
+    """Collective: the next global batch of an iterator, the same on every rank.
+
+    Raises `DataError` on every rank alike when there is none for `purpose`.
+    """
+    if data_iter is None:
+        raise DataError("there is no data; expected training_data, set_dataloader or data_iter")
+    try:
+        batch = as_batch(next(data_iter), collate_fn)
+    except StopIteration:
+        agree_on_batch(world, None)
+        raise DataError(
+            f"the data iterator has ended, but {purpose} needs a batch; expected one global "
+            "batch a call, or set_dataloader, which begins again when its loader ends"
+        ) from None
+    if not isinstance(batch, IndexedBatch):
+        agree_on_batch(world, batch)
+    return batch
 
 
 def _checksum(value: Any) -> int:

@@ -33,12 +33,16 @@ class Checkpoints:
         self._exchange: DistExchange | None = None
         self._host = HostCopy()
         self._running: BackgroundSave | None = None
+        self.place: str | None = self._settings.folder
+        """Where SIGTERM saves."""
+        self._client_state: Mapping[str, Any] = {}
 
     def save(
         self, root: Any, tag: Any, client_state: Mapping[str, Any], is_latest: bool, frozen: bool
     ) -> None:
         """See `ZorseEngine.save_checkpoint`."""
         self.wait()
+        self._remember(root, client_state)
         exchange = self._opened()
         attempts = Attempts(exchange, f"saving a checkpoint in {root}")
         request, taken = None, None
@@ -65,6 +69,7 @@ class Checkpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `ZorseEngine.load_checkpoint`."""
         self.wait()
+        self._remember(root, {})
         exchange, state = self._opened(), self._rank_state()
         if any(exchange.gather_objects(is_stock(root, tag))):
             folder = load_stock(root, tag, state, self._engine.module.source, exchange)
@@ -74,12 +79,24 @@ class Checkpoints:
             logger.warning(f"{root} has no file 'latest', so no checkpoint was loaded")
             return None, None
         saved, client = self._read_state(reader, exchange)
+        self._client_state = client
         with_optimizer = optimizer and not module_only
         self._check(saved, exchange, with_optimizer, module_only)
         load_together(reader, state, exchange, strict=strict, with_optimizer=with_optimizer)
         if not module_only:
             self._restore(reader, saved, with_optimizer, scheduler)
         return str(reader.folder), client
+
+    def save_at_notice(self) -> str:
+        """Save where the script last saved or loaded, with that client state; returns the path."""
+        assert self.place is not None, "there is a place to save in"
+        self.save(self.place, None, self._client_state, True, True)
+        self.wait()
+        return f"{self.place}/global_step{self._engine.global_steps}"
+
+    def _remember(self, root: Any, client_state: Mapping[str, Any]) -> None:
+        self.place = self._settings.folder or str(root)
+        self._client_state = client_state
 
     def poll(self) -> None:
         """Take note of a save that ended in the background; raise what it raised.

@@ -24,6 +24,8 @@ class CheckpointSettings(StrictModel):
 
     in_background: bool = Field(default=False, alias="async")
     """Training waits for a copy in memory only; files are written while it goes on."""
+    folder: str | None = Field(default=None, min_length=1)
+    """Where SIGTERM saves; default: where the script saved or loaded last."""
     keep_last: int | None = Field(default=None, ge=1)
     """Checkpoints of a folder that stay; older ones are removed."""
 

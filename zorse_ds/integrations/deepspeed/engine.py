@@ -16,21 +16,20 @@ from torch import Tensor
 
 from zorse_ds.core.order import SampleOrder
 from zorse_ds.errors import ConfigError, DataError, ModelError
-from zorse_ds.integrations.deepspeed.agreement import agree_on_batch
+from zorse_ds.integrations.deepspeed.agreement import next_batch
 from zorse_ds.integrations.deepspeed.checkpoint import Checkpoints
 from zorse_ds.integrations.deepspeed.config import load_config
 from zorse_ds.integrations.deepspeed.data import (
     GlobalBatch,
-    IndexedBatch,
     PlacedBatch,
     ZorseLoader,
-    as_batch,
     default_collate_fn,
     num_samples_of,
 )
 from zorse_ds.integrations.deepspeed.engine_parts import EngineParts
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule
 from zorse_ds.integrations.deepspeed.optimizer import ZorseOptimizer
+from zorse_ds.integrations.deepspeed.signals import Notice
 from zorse_ds.runtime.losses import Criterion
 from zorse_ds.runtime.step import StepRule
 from zorse_ds.runtime.worker import StepReport
@@ -62,6 +61,7 @@ class ZorseEngine(PipelineEngine):
         sharded = None if self.optimizer is None else self.optimizer.sharded
         self._worker = parts.worker(Criterion(model.loss_fn), sharded)
         self._checkpoints = Checkpoints(self)
+        self._notice = Notice(self._worker, self._checkpoints)
 
     # ---- how DeepSpeed sets itself up
 
@@ -162,18 +162,7 @@ class ZorseEngine(PipelineEngine):
         self.data_iterator = iterator
 
     def _next_global_batch(self, data_iter: Any, purpose: str) -> GlobalBatch:
-        if data_iter is None:
-            raise DataError("there is no data; expected training_data, set_dataloader or data_iter")
-        try:
-            batch = as_batch(next(data_iter), self._collate)
-        except StopIteration:
-            agree_on_batch(self.parts.world, None)
-            raise DataError(
-                f"the data iterator has ended, but {purpose} needs a batch; expected one global "
-                "batch a call, or set_dataloader, which begins again when its loader ends"
-            ) from None
-        if not isinstance(batch, IndexedBatch):
-            agree_on_batch(self.parts.world, batch)
+        batch = next_batch(self.parts.world, data_iter, self._collate, purpose)
         return PlacedBatch(batch, self.device, self.parts.dtype, self.batch_fn)
 
     # ---- steps
@@ -192,8 +181,12 @@ class ZorseEngine(PipelineEngine):
         self._checkpoints.poll()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self._batch = self._next_global_batch(self.data_iterator, f"step {self.global_steps + 1}")
-        return super().train_batch()
+        number = self.global_steps + 1
+        with self.parts.failures.step(number):
+            self._batch = self._next_global_batch(self.data_iterator, f"step {number}")
+            loss = super().train_batch()
+        self._notice.obey(self, self.report)
+        return loss
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one global batch of any size forward; see `PipelineEngine.eval_batch`.
@@ -205,8 +198,9 @@ class ZorseEngine(PipelineEngine):
                 "num_micro_batches was given to eval_batch; expected none, for each item of "
                 "data_iter is a global batch, which the plan cuts"
             )
-        self._batch = self._next_global_batch(data_iter, "eval_batch")
-        return super().eval_batch(data_iter, *args, **kwargs)
+        with self.parts.failures.step(self.global_steps):
+            self._batch = self._next_global_batch(data_iter, "eval_batch")
+            return super().eval_batch(data_iter, *args, **kwargs)
 
     def _train_schedule(self) -> str:
         return "train"
@@ -343,6 +337,8 @@ class ZorseEngine(PipelineEngine):
         try:
             self._checkpoints.wait()
         finally:
+            self._notice.close()
+            self.parts.failures.close()
             self.parts.world.close()
             super().destroy()
 

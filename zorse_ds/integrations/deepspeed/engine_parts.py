@@ -15,6 +15,7 @@ from zorse_ds.integrations.deepspeed.agreement import (
     agree_on_trace,
 )
 from zorse_ds.integrations.deepspeed.config import check_config
+from zorse_ds.integrations.deepspeed.failures import Failures
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, device_of_rank
 from zorse_ds.integrations.deepspeed.optimizer import rebound
 from zorse_ds.integrations.deepspeed.param_groups import param_groups_of
@@ -63,6 +64,7 @@ class EngineParts:
             self.settings.timeout_s,
             staged=self.settings.transport == "staged",
         )
+        self.failures = Failures(self.world, self.plan, self.device, self.settings.timeout_s)
         self.rank = self.world.rank
         self.group = self.plan.group_of_rank(self.rank)
         model.mpu().attach(self.world, self.group.ranks)
@@ -124,6 +126,7 @@ class EngineParts:
         )
         if self.settings.count_memory and optimizer is not None:
             worker.ledger = MemoryLedger(optimizer.tensors, self.host)
+        self.failures.observe(worker)
         return worker
 
     def _saving(self, model: Any) -> Callable[[], AbstractContextManager[Any]]:
