@@ -23,7 +23,8 @@ from zorse_ds.core.cluster import Cluster
 from zorse_ds.core.cluster_files import cluster_from
 from zorse_ds.core.model import ModelShape
 from zorse_ds.core.plan import Plan
-from zorse_ds.cost.dtypes import usable_dtype
+from zorse_ds.cost.compute import compute_times
+from zorse_ds.cost.dtypes import dtype_of, usable_dtype
 from zorse_ds.cost.layer_times import timer_of
 from zorse_ds.cost.memory import memory_of
 from zorse_ds.cost.setting import Setting
@@ -152,12 +153,29 @@ def _plan(
 def _best_share(
     plans: Iterator[dict[str, Any]], setting: Setting, ceiling_s: float
 ) -> float | None:
-    shares = []
+    best_s: float | None = None
     for data in plans:
         plan = Plan.from_dict(data)
+        # No step is shorter than what its busiest rank computes.
+        if best_s is not None and _busiest_s(plan, setting) >= best_s:
+            continue
         if all(own.fits for own in memory_of(plan, setting).values()):
-            shares.append(ceiling_s / quick_step_s(plan, setting))
-    return max(shares, default=None)
+            step_s = quick_step_s(plan, setting)
+            best_s = step_s if best_s is None else min(best_s, step_s)
+    return None if best_s is None else ceiling_s / best_s
+
+
+def _busiest_s(plan: Plan, setting: Setting) -> float:
+    times, seconds = compute_times(setting), dict.fromkeys(range(plan.world_size), 0.0)
+    for index, stage in enumerate(plan.stages):
+        group = plan.group_of_stage(index)
+        for gpu in group.gpus:
+            name = setting.cluster.gpus[gpu.rank].type.name
+            sums = times.sums(name, dtype_of(group, setting), gpu.micro_batches[0])
+            again = plan.recompute_interval(index)
+            one = sums.forward_s(stage.layers) + sums.backward_s(stage.layers, again)
+            seconds[gpu.rank] += one * len(gpu.micro_batches)
+    return max(seconds.values())
 
 
 def pods(num_gpus: int) -> Cluster:
@@ -200,7 +218,11 @@ def main() -> None:
     if args.growth:
         growth(effort, console)
         return
-    rows = [measured(cluster, model, effort) for cluster in args.clusters for model in args.models]
+    rows = []
+    for cluster in args.clusters:
+        for model in args.models:
+            rows.append(measured(cluster, model, effort))
+            console.log(rows[-1])
     args.output.mkdir(parents=True, exist_ok=True)
     text = json.dumps([asdict(row) for row in rows], indent=2)
     (args.output / "paper_clusters.json").write_text(text)

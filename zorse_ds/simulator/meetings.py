@@ -120,9 +120,7 @@ class Meetings:
             self._release(at, ranks, self._ran(ranks, price, ready)[1])
         return True
 
-    def _joined(
-        self, at: Any, ranks: Sequence[int], ready: float, number: int = 0
-    ) -> float | None:
+    def _joined(self, at: Any, ranks: Sequence[int], ready: float, number: int = 0) -> float | None:
         """One more has come; when all have, the time at which the last was ready."""
         key = (type(at), at.index, number)
         meeting = self._open.get(key)
