@@ -11,6 +11,7 @@ import pytest
 import transformers as hf
 
 from tests.inprocess.hf_models import CONFIGS, SIZES, make_batch
+from tools.tiny_configs import REFUSED
 from zorse_ds.cli import main
 from zorse_ds.core.plan import Plan
 from zorse_ds.integrations.huggingface import CausalLMStages
@@ -107,11 +108,11 @@ def test_notes_tell_attention_experts_and_inputs(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(zorse: Any, tmp_path: Path) -> None:
-    config = hf.MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True)
+    config = REFUSED["gemma3n"]()
     code, text, errors = zorse("doctor", "--model", saved(config, tmp_path), "--json")
     facts = json.loads(text)
     assert (code, facts["understood"]) == (2, False)
-    assert "output_router_logits" in facts["reason"]
+    assert "hidden_size_per_layer_input" in facts["reason"]
     assert errors.splitlines() == [facts["reason"]]
 
 

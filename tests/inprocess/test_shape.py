@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 
 from tests.inprocess.hf_models import CONFIGS, SIZES
+from tools.tiny_configs import REFUSED
 from zorse_ds.core.model import LayerShape, ModelShape
 from zorse_ds.errors import ModelError
 from zorse_ds.integrations.huggingface import CausalLMStages
@@ -143,5 +144,5 @@ def test_what_cannot_be_read_or_cut_is_one_sentence(tmp_path: Path) -> None:
             model_shape(folder)
         assert "\n" not in str(caught.value)
         assert str(folder) in str(caught.value)
-    with pytest.raises(ModelError, match="router_logits"):
-        model_shape(hf.MixtralConfig(**MOE, num_local_experts=4, output_router_logits=True))
+    with pytest.raises(ModelError, match="layerdrop"):
+        model_shape(REFUSED["opt_layerdrop"]())

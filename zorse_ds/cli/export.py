@@ -24,9 +24,15 @@ def export(
     dtype: Annotated[
         str, typer.Option(help=f"Of the weights written: {', '.join(DTYPES)}.")
     ] = DTYPES[0],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Put adapters into the weights; else they come alone.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
-    """Write the weights of a checkpoint as a folder that transformers loads."""
+    """Write the weights of a checkpoint as a folder that transformers loads.
+
+    Of a model with adapters these alone, for `PeftModel.from_pretrained`, unless --merge.
+    """
     if dtype not in DTYPES:
         raise ConfigError(
             f"--dtype is {dtype!r}; expected {listed(DTYPES)}{suggestion(dtype, DTYPES)}"
@@ -37,7 +43,10 @@ def export(
     from zorse_ds.integrations.huggingface import export as exporting
 
     done = exporting.export(
-        exporting.find_checkpoint(checkpoint, tag), folder, dtype=getattr(torch, dtype)
+        exporting.find_checkpoint(checkpoint, tag),
+        folder,
+        dtype=getattr(torch, dtype),
+        merge_adapters=merge,
     )
     facts = {key: str(v) if isinstance(v, Path) else v for key, v in asdict(done).items()}
     if as_json:

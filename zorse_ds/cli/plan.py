@@ -33,6 +33,9 @@ def plan(
     profile: Annotated[
         Path | None, typer.Option(help="Measured times, as `zorse profile` writes them.")
     ] = None,
+    adapters: Annotated[
+        Path | None, typer.Option(help="Train LoRA adapters alone: a peft configuration.")
+    ] = None,
     dtype: Annotated[
         DtypeName, typer.Option(help="Compute in this where a GPU can, else in the nearest.")
     ] = "bfloat16",
@@ -56,7 +59,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Find a plan: who runs which layers on which samples, and how state is kept."""
-    setting = load_setting(cluster, seq_len, dtype, model=model, shape=shape, profile=profile)
+    files = {"model": model, "shape": shape, "profile": profile, "adapters": adapters}
+    setting = load_setting(cluster, seq_len, dtype, **files)
     options = _options(setting, global_batch, add or [], without or [], batch or [])
     answers = _answers(options, objective, _effort(effort))
     if output is not None:

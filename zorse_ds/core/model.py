@@ -23,6 +23,8 @@ class LayerShape(StrictModel):
     """All parameters the layer holds."""
     active_params: int | None = None
     """Those a token uses (mixture of experts); default: all."""
+    trainable_params: Annotated[int, Field(ge=0)] | None = None
+    """Those that are trained (of adapters, say), the others being frozen; default: all."""
     ffn: int = 0
     """Inner width of the feed-forward part; of the active experts together."""
     heads: int = 0
@@ -37,6 +39,11 @@ class LayerShape(StrictModel):
     def used_params(self) -> int:
         """Parameters that a token meets."""
         return self.num_params if self.active_params is None else self.active_params
+
+    @property
+    def trained_params(self) -> int:
+        """Parameters that have gradients and optimizer state."""
+        return self.num_params if self.trainable_params is None else self.trainable_params
 
     def forward_flops(self, seq_len: int) -> float:
         """Of one sample: `2·P·S` for the matrices and `4·S²·h` for attention (design, facts)."""

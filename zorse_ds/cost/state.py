@@ -16,28 +16,41 @@ class StageParams:
     """With optimizer state here."""
     copied: int
     """Trained copies of what an earlier stage owns."""
+    frozen: int = 0
+    """Without gradients and optimizer state; copies of tied ones too."""
+
+    @property
+    def trained(self) -> int:
+        """With gradients."""
+        return self.owned + self.copied
 
     @property
     def held(self) -> int:
         """All of them."""
-        return self.owned + self.copied
+        return self.trained + self.frozen
 
 
 def params_of(model: ModelShape, layers: Range) -> StageParams:
     """Parameters of `layers`; a tied matrix is held once within a stage, else copied."""
     shapes = model.shapes[layers.as_slice()]
     held = sum(shape.num_params for shape in shapes)
+    frozen = held - sum(shape.trained_params for shape in shapes)
     if not model.tied or layers.stop < model.num_layers:
-        return StageParams(held, 0)
-    shared = tied_numel(model)
+        return StageParams(held - frozen, 0, frozen)
+    shared, trained = tied_numel(model), tied_trained(model)
     if layers.start == 0:
-        return StageParams(held - shared, 0)
-    return StageParams(held - shared, shared)
+        return StageParams(held - frozen - trained, 0, frozen - (shared - trained))
+    return StageParams(held - frozen - trained, trained, frozen)
 
 
 def tied_numel(model: ModelShape) -> int:
     """Parameters that both ends of a tied model use."""
     return model.shapes[0].num_params if model.tied_params is None else model.tied_params
+
+
+def tied_trained(model: ModelShape) -> int:
+    """Those of them that are trained: all or, where embeddings are frozen, none."""
+    return tied_numel(model) if model.shapes[0].trained_params >= tied_numel(model) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +101,7 @@ def state_bytes(
     has_master = element != MASTER_BYTES or (on_host and zero_level < 3)
     optimizer = stepped * (optimizer_bytes + (MASTER_BYTES if has_master else 0))
     gradients = stepped * MASTER_BYTES
-    open_gradients = params.held * MASTER_BYTES
+    open_gradients = params.trained * MASTER_BYTES
     reduced = open_gradients if zero_level < 2 else gradients
     if not on_host:
         parameters = whole if zero_level < 3 else shard

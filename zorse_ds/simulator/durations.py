@@ -14,7 +14,7 @@ from zorse_ds.cost.dtypes import DTYPE_BYTES, MASTER_BYTES, dtype_of
 from zorse_ds.cost.network import network_of
 from zorse_ds.cost.optimizer import opening_s, reduction_s, step_s
 from zorse_ds.cost.setting import Setting
-from zorse_ds.cost.state import StageParams, params_of, tied_numel
+from zorse_ds.cost.state import StageParams, params_of, tied_trained
 from zorse_ds.errors import PlanError
 from zorse_ds.schedule.trace import Tie
 
@@ -76,7 +76,7 @@ class Durations:
             if each.rank not in opened:
                 opened.add(each.rank)
                 kind = self.setting.cluster.gpus[each.rank].type
-                backward[-1] += opening_s(kind, self.params[stage].held)
+                backward[-1] += opening_s(kind, self.params[stage].trained)
         return StagePasses(forward, backward)
 
     @cached_property
@@ -162,7 +162,7 @@ class Durations:
     def tied(self, tie: Tie, *, reduces: bool) -> Collective:
         """Gradients of a tie to its owner's ranks, or their new values to everybody."""
         owner = self.groups[tie.owner]
-        numel = tied_numel(self.setting.model)
+        numel = tied_trained(self.setting.model)
         element = MASTER_BYTES if reduces else DTYPE_BYTES[self.dtypes[tie.owner]]
         own = dict(zip(owner.ranks, _shards(owner, numel * element), strict=True))
         shards = [own.get(rank, 0.0) for rank in tie.ranks]

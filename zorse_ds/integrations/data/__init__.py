@@ -1,5 +1,6 @@
 """Text of many forms as fixed-length samples for causal language models."""
 
+from zorse_ds.integrations.data.chat import tokenise_chat
 from zorse_ds.integrations.data.packing import tokenise_and_pack
 from zorse_ds.integrations.data.prepare import cache_key, prepare_once, prepare_text
 from zorse_ds.integrations.data.source import load_source, source_files
@@ -11,4 +12,5 @@ __all__ = [
     "prepare_text",
     "source_files",
     "tokenise_and_pack",
+    "tokenise_chat",
 ]

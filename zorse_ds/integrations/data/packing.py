@@ -12,7 +12,7 @@ from zorse_ds.errors import DataError
 
 IGNORED_LABEL = -100
 _TOKENS = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
-_SAMPLES = datasets.Features(
+SAMPLES = datasets.Features(
     {name: datasets.List(datasets.Value("int32")) for name in ("input_ids", "labels")}
 )
 
@@ -98,7 +98,7 @@ def _pack(documents: datasets.Dataset, seq_len: int, num_proc: int | None) -> da
         with_indices=True,
         input_columns=[],
         remove_columns=documents.column_names,
-        features=_SAMPLES,
+        features=SAMPLES,
         fn_kwargs={"documents": documents.with_format("arrow"), "ends": ends, "seq_len": seq_len},
         num_proc=num_proc,
         desc=f"Packing into samples of {seq_len} tokens",

@@ -11,11 +11,12 @@ from typing import Any
 import datasets
 
 from zorse_ds.errors import DataError
+from zorse_ds.integrations.data.chat import tokenise_chat
 from zorse_ds.integrations.data.packing import tokenise_and_pack
 from zorse_ds.integrations.data.source import Source, load_source, source_files
 
 # Part of every key; raised when samples come out differently for the same input.
-_VERSION = 1
+_VERSION = 2
 
 
 def prepare_text(
@@ -30,7 +31,10 @@ def prepare_text(
     text_column: str = "text",
     num_proc: int | None = None,
 ) -> datasets.Dataset:
-    """Load, tokenise and pack `source` once, in one process; open the result in all.
+    """Load and tokenise `source` once, in one process; open the result in all.
+
+    Plain text is packed into samples of `seq_len`; conversations, and prompts with completions, are
+    cut at it and have the answers alone as targets (`tokenise_chat`).
 
     Collective: every rank calls this, with the same arguments save `builds`, which is true on one
     rank of each file system (rank 0, or local rank 0 of every node). See `load_source` for
@@ -40,6 +44,9 @@ def prepare_text(
 
     def build() -> datasets.Dataset:
         text = load_source(source, split, text_column=text_column)
+        columns = text.column_names
+        if text_column not in columns and "input_ids" not in columns:
+            return tokenise_chat(text, tokenizer, seq_len, num_proc=num_proc)
         return tokenise_and_pack(
             text, tokenizer, seq_len, text_column=text_column, num_proc=num_proc
         )
@@ -122,7 +129,11 @@ def _file_facts(file: Path) -> list[str | int]:
 
 
 def _tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
-    facts = {"class": type(tokenizer).__name__, "special": str(tokenizer.special_tokens_map)}
+    facts = {
+        "class": type(tokenizer).__name__,
+        "special": str(tokenizer.special_tokens_map),
+        "template": tokenizer.chat_template,
+    }
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {**facts, "vocabulary": sorted(tokenizer.get_vocab().items())}

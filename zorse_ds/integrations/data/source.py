@@ -28,7 +28,9 @@ Source = str | Path | Sequence[str | Path]
 def load_source(
     source: Source, split: str | None = None, *, text_column: str = "text"
 ) -> datasets.Dataset:
-    """Open local text as a data set with the column `text_column` (or `input_ids`).
+    """Open local data as a data set with the column `text_column`, or of another known form.
+
+    That is `input_ids`, `messages`, `conversations`, or `prompt` with `completion`.
 
     `source` is a file (.jsonl, .json, .ndjson, .parquet, .txt, optionally compressed), a glob, a
     list of these, or a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`.
@@ -149,9 +151,17 @@ def _format_of(file: Path) -> str:
     return _FORMATS[plain.suffix]
 
 
+def _is_known(columns: Sequence[str]) -> bool:
+    """Whether samples have another form than plain text."""
+    known = ({"input_ids"}, {"messages"}, {"conversations"}, {"prompt", "completion"})
+    return any(each <= set(columns) for each in known)
+
+
 def _check_columns(dataset: datasets.Dataset, source: Source, text_column: str) -> None:
     columns = dataset.column_names
-    if text_column not in columns and "input_ids" not in columns:
+    if text_column not in columns and _is_known(columns):
+        return
+    if text_column not in columns:
         raise DataError(
             f"{source} has no column {text_column!r}; expected one of its columns "
             f"{listed(columns)} as text_column{suggestion(text_column, columns)}"

@@ -35,6 +35,8 @@ class ZorseSettings(StrictModel):
 
     plan: str | dict[str, Any] | None = None
     """Path of a plan file (relative to the working directory), or the plan itself."""
+    adapters: str | dict[str, Any] | None = None
+    """LoRA for `from_pretrained`: a `peft` configuration, or the path of one."""
     data: DataSettings = DataSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     optimizer_step: Literal["auto", "interleaved", "delayed"] = "auto"

@@ -92,7 +92,8 @@ class ZorseEngine(PipelineEngine):
         """Keep full-precision values for the masters before parameters are cast."""
         for model in self.module.stage_models.values():
             for name, parameter in model.global_parameters():
-                self._originals[name] = parameter.detach().clone()
+                if parameter.requires_grad:
+                    self._originals[name] = parameter.detach().clone()
         super()._cast_module_mixed_precision(*args, **kwargs)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -312,10 +313,11 @@ class ZorseEngine(PipelineEngine):
 
     # ---- what is new
 
-    def save_pretrained(self, folder: str) -> None:
+    def save_pretrained(self, folder: str, *, merge_adapters: bool = False) -> None:
         """Write the model as a Hugging Face folder. Collective: every rank.
 
-        Raises `ModelError` when the model was not made by `from_pretrained`.
+        A model with adapters gives these alone unless `merge_adapters`. Raises `ModelError` when
+        the model was not made by `from_pretrained`.
         """
         save = getattr(self.module.source, "save_pretrained", None)
         if save is None:
@@ -323,7 +325,8 @@ class ZorseEngine(PipelineEngine):
                 "save_pretrained was called on a model made of a layer list; expected one from "
                 "zorse_ds.from_pretrained"
             )
-        save(folder, self.plan, self.module.stage_models, self.parts.world, self.whole)
+        models, world = self.module.stage_models, self.parts.world
+        save(folder, self.plan, models, world, self.whole, merge_adapters=merge_adapters)
 
     def whole(self, stage: int) -> AbstractContextManager[None]:
         """Inside, the parameters of one of this rank's stages can be read, at `zero_level` 3 too.

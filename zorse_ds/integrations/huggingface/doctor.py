@@ -101,10 +101,12 @@ def example_plan(shape: ModelShape) -> Plan:
 
 
 def _boundary(model: DescribedModel) -> tuple[Boundary, ...]:
+    loss = model.structure.router_loss
     optional = [name for name in INPUT_NAMES if name in model.structure.accepted_inputs]
     return (
         Boundary("hidden state", f"(b, t, {model.shape.hidden})", is_optional=False),
         *(Boundary(name, "(b, t)", is_optional=True) for name in optional),
+        *(() if loss is None else (Boundary("router sums", f"(b, 1, {loss.width})", False),)),
     )
 
 

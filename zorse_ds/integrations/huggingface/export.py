@@ -9,8 +9,11 @@ import torch
 from zorse_ds.core.checkpoint.folder import MANIFEST_NAME, CheckpointFolder
 from zorse_ds.core.checkpoint.manifest import BUFFER, VALUE
 from zorse_ds.errors import CheckpointError
+from zorse_ds.integrations.huggingface.adapter_saving import join_adapter_parts, write_adapter_part
+from zorse_ds.integrations.huggingface.adapters import CONFIG_NAME, is_adapter
 from zorse_ds.integrations.huggingface.loading import config_in
 from zorse_ds.integrations.huggingface.saving import (
+    copy_other_files,
     weights_file_name,
     write_index_and_config,
     write_stage_weights,
@@ -55,12 +58,19 @@ def find_checkpoint(path: str | Path, tag: str | None = None) -> Path:
     return folder.find(wanted)
 
 
-def export(checkpoint: Path, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Exported:
+def export(
+    checkpoint: Path,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    merge_adapters: bool = False,
+) -> Exported:
     """Write the weights of a checkpoint as a folder that transformers reads, one file a layer.
 
-    Memory: one pipeline layer in `dtype`, and one tensor as it was saved. Raises `CheckpointError`
-    for a checkpoint that is damaged or not of a Hugging Face model, `ModelError` for a folder that
-    cannot be written; the folder is then as it was.
+    Of a model with adapters these alone, as `PeftModel.from_pretrained` reads them, unless
+    `merge_adapters`. Memory: one pipeline layer in `dtype`, and one tensor as it was saved. Raises
+    `CheckpointError` for a checkpoint that is damaged or not of a Hugging Face model, `ModelError`
+    for a folder that cannot be written; the folder is then as it was.
     """
     reader = open_checkpoint(checkpoint)
     source = checkpoint / MODEL_FOLDER
@@ -69,30 +79,42 @@ def export(checkpoint: Path, folder: str | Path, *, dtype: torch.dtype = torch.f
             f"{checkpoint} does not hold the configuration of a Hugging Face model; expected a "
             "checkpoint of a model from zorse_ds.from_pretrained or from_config"
         )
-    stages = CausalLMStages.from_config(config_in(source), dtype=dtype)
+    adapters = source / CONFIG_NAME if (source / CONFIG_NAME).is_file() else None
+    adapters_alone = adapters is not None and not merge_adapters
+    stages = CausalLMStages.from_config(config_in(source), dtype=dtype, adapters=adapters)
     target = SaveTarget(folder, Alone())
     weight_map: dict[str, tuple[str, int]] = {}
     num_layers = stages.structure.num_layers
     try:
         for layer in range(num_layers):
-            stage = _filled(stages, layer, reader)
+            stage = _filled(stages, layer, reader, adapters_alone)
             with target.attempt():
-                name = weights_file_name(layer, num_layers)
-                owns_tied = layer == 0 or not stages.tied_layers
-                weight_map |= write_stage_weights(
-                    stage, target.unfinished, name, owns_tied=owns_tied
-                )
+                write = write_adapter_part if adapters_alone else _write_layer
+                weight_map |= write(stage, target.unfinished, layer)
             target.agree(None)
         with target.attempt():
-            write_index_and_config(source, target.unfinished, weight_map, dtype=dtype)
+            if adapters_alone:
+                _complete_adapters(source, target.unfinished)
+            else:
+                write_index_and_config(source, target.unfinished, weight_map, dtype=dtype)
             target.finish()
         target.agree(None)
     except BaseException:
         shutil.rmtree(target.unfinished, ignore_errors=True)
         raise
+    return _exported(checkpoint, target.folder, num_layers, weight_map, dtype)
+
+
+def _exported(
+    checkpoint: Path,
+    folder: Path,
+    num_layers: int,
+    weight_map: dict[str, tuple[str, int]],
+    dtype: torch.dtype,
+) -> Exported:
     return Exported(
         checkpoint,
-        target.folder,
+        folder,
         num_layers,
         len({name for name, _ in weight_map.values()}),
         sum(size for _, size in weight_map.values()),
@@ -100,11 +122,27 @@ def export(checkpoint: Path, folder: str | Path, *, dtype: torch.dtype = torch.f
     )
 
 
-def _filled(stages: CausalLMStages, layer: int, reader: CheckpointReader) -> CausalLMStage:
-    """One pipeline layer with the values of the checkpoint."""
+def _write_layer(stage: CausalLMStage, folder: Path, layer: int) -> dict[str, tuple[str, int]]:
+    name = weights_file_name(layer, stage.structure.num_layers)
+    owns_tied = layer == 0 or not stage.structure.ties
+    return write_stage_weights(stage, folder, name, owns_tied=owns_tied)
+
+
+def _complete_adapters(source: Path, folder: Path) -> None:
+    join_adapter_parts(folder)
+    shutil.copyfile(source / CONFIG_NAME, folder / CONFIG_NAME)
+    copy_other_files(source, folder)
+
+
+def _filled(
+    stages: CausalLMStages, layer: int, reader: CheckpointReader, adapters_alone: bool
+) -> CausalLMStage:
+    """One pipeline layer with the values of the checkpoint, or its adapters with theirs."""
     stage = stages.build(layer, layer + 1)
     with torch.no_grad():
         for name, parameter in stage.global_parameters():
+            if adapters_alone and not is_adapter(name):
+                continue
             found = reader.manifest.shapes.get(name)
             if found != tuple(parameter.shape) or not reader.lookup.has(VALUE, name):
                 shown = "has no such parameter" if found is None else f"has shape {list(found)}"

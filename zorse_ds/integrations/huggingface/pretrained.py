@@ -14,14 +14,26 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from zorse_ds.core.plan import Plan
-from zorse_ds.errors import ModelError, PlanError
+from zorse_ds.errors import ConfigError, ModelError, PlanError
 from zorse_ds.integrations.deepspeed.agreement import together
-from zorse_ds.integrations.deepspeed.config import check_config, load_config, plan_from_config
+from zorse_ds.integrations.deepspeed.config import (
+    check_config,
+    load_config,
+    plan_from_config,
+    settings_of,
+)
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, init_distributed
+from zorse_ds.integrations.huggingface.adapter_saving import (
+    join_adapter_parts,
+    write_adapter_config,
+    write_adapter_part,
+)
+from zorse_ds.integrations.huggingface.adapters import Adapters, AdapterSource
 from zorse_ds.integrations.huggingface.collate import collate_for
 from zorse_ds.integrations.huggingface.loading import fingerprint_of
 from zorse_ds.integrations.huggingface.loss import CausalLMLoss
 from zorse_ds.integrations.huggingface.saving import (
+    copy_other_files,
     weights_file_name,
     write_config,
     write_index_and_config,
@@ -41,19 +53,28 @@ def from_pretrained(
     config: str | Path | dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str | None = None,
+    adapters: AdapterSource | None = None,
+    seed: int = 1234,
 ) -> ZorsePipelineModule:
     """The causal language model in `folder`, of which each rank loads its own stages alone.
 
     Pipeline layers are the embedding (0), each decoder block, and final norm with head. `plan` may
     be left out when `config`, the DeepSpeed JSON, names one; with `config` its contradictions to
     the plan are found before any weight is read. Weights are held in `dtype`; the engine casts
-    them if the config enables bf16 or fp16 and keeps masters in full precision. Raises
-    `ModelError`, `PlanError` or `ConfigError`. Collective: every rank calls it.
+    them if the config enables bf16 or fp16 and keeps masters in full precision. With `adapters`
+    (or `zorse.adapters` in `config`), a LoRA configuration as `read_adapters` takes it, they alone
+    are trained; their first values depend on `seed` and not on the plan. Raises `ModelError`,
+    `PlanError` or `ConfigError`. Collective: every rank calls it.
     """
+    lora = _adapters_of(adapters, config)
 
     def read() -> CausalLMStages:
         return CausalLMStages.from_folder(
-            folder, dtype=dtype, attn_implementation=attn_implementation
+            folder,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            adapters=lora,
+            seed=seed,
         )
 
     return _module_of(read, plan, config, "from_pretrained")
@@ -67,6 +88,7 @@ def from_config(
     seed: int = 1234,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str | None = None,
+    adapters: AdapterSource | None = None,
 ) -> ZorsePipelineModule:
     """The causal language model of a transformers configuration, with random weights.
 
@@ -74,13 +96,28 @@ def from_config(
     depend on `seed` alone, not on the plan. All else is as in `from_pretrained`; `save_pretrained`
     of the engine writes a folder without a tokenizer. Collective: every rank calls it.
     """
+    lora = _adapters_of(adapters, config)
 
     def read() -> CausalLMStages:
         return CausalLMStages.from_config(
-            hf_config, dtype=dtype, seed=seed, attn_implementation=attn_implementation
+            hf_config,
+            dtype=dtype,
+            seed=seed,
+            attn_implementation=attn_implementation,
+            adapters=lora,
         )
 
     return _module_of(read, plan, config, "from_config")
+
+
+def _adapters_of(
+    adapters: AdapterSource | None, config: str | Path | dict[str, Any] | None
+) -> AdapterSource | None:
+    """The LoRA configuration given here or in the DeepSpeed JSON. Raises `ConfigError` for two."""
+    named = None if config is None else settings_of(load_config(config)).adapters
+    if adapters is not None and named is not None:
+        raise ConfigError("adapters are given twice, here and as zorse.adapters; expected one")
+    return named if adapters is None else adapters
 
 
 def _module_of(
@@ -123,8 +160,9 @@ class PretrainedStages:
         """See `StageSource.fingerprint`: of the files, or of configuration and seed."""
         stages = self._stages
         if stages.folder is not None:
-            return fingerprint_of(stages.folder)
+            return f"{fingerprint_of(stages.folder)} {stages.adapters}"
         facts = f"{stages.config.to_json_string(use_diff=False)} {stages.seed} {stages.dtype}"
+        facts += str(stages.adapters)
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def build(self, layers: Range, *, recompute: int, owns: Callable[[int], bool]) -> CausalLMStage:
@@ -141,6 +179,8 @@ class PretrainedStages:
         """Configuration and tokenizer, so that a checkpoint can be exported without the source."""
         stages = self._stages
         write_config(stages.folder or stages.config, folder, dtype=stages.dtype)
+        if stages.adapters is not None:
+            write_adapter_config(stages.adapters, folder, stages.folder)
 
     def save_pretrained(
         self,
@@ -149,8 +189,13 @@ class PretrainedStages:
         models: Mapping[int, CausalLMStage],
         world: DistWorld,
         whole: Callable[[int], AbstractContextManager[None]],
+        *,
+        merge_adapters: bool = False,
     ) -> None:
         """Write weights, index, config and tokenizer so that transformers loads them.
+
+        A model with adapters gives these alone, so that `PeftModel.from_pretrained` loads them over
+        the base, or with `merge_adapters` a model with them in its weights.
 
         The first rank of each group writes its stages, one after the other; `whole(stage)` makes a
         stage's parameters whole meanwhile. All is written into a hidden folder inside `folder` and
@@ -158,6 +203,10 @@ class PretrainedStages:
         Collective: every rank; `folder` must be seen by all of them.
         """
         target = SaveTarget(folder, world)
+        adapters = self._stages.adapters
+        if adapters is not None and not merge_adapters:
+            self._save_adapters(adapters, target, plan, models, world, whole)
+            return
         weight_map: dict[str, tuple[str, int]] = {}
         writes = world.rank == plan.group_of_rank(world.rank).ranks[0]
         for stage, model in models.items():
@@ -175,6 +224,31 @@ class PretrainedStages:
             if world.rank == 0:
                 merged = {key: at for own in maps for key, at in own.items()}
                 self._finish(target, merged, {dtype for own in dtypes for dtype in own})
+        target.agree(None)
+
+    def _save_adapters(
+        self,
+        adapters: Adapters,
+        target: SaveTarget,
+        plan: Plan,
+        models: Mapping[int, CausalLMStage],
+        world: DistWorld,
+        whole: Callable[[int], AbstractContextManager[None]],
+    ) -> None:
+        """The adapters of all stages as one, with the tokenizer."""
+        writes = world.rank == plan.group_of_rank(world.rank).ranks[0]
+        for stage, model in models.items():
+            with whole(stage), target.attempt():
+                if writes:
+                    write_adapter_part(model, target.unfinished, stage)
+        target.agree(None)
+        with target.attempt():
+            if world.rank == 0:
+                join_adapter_parts(target.unfinished)
+                write_adapter_config(adapters, target.unfinished, self._stages.folder)
+                if self._stages.folder is not None:
+                    copy_other_files(self._stages.folder, target.unfinished)
+                target.finish()
         target.agree(None)
 
     def _finish(

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from zorse_ds.errors import ModelError
 from zorse_ds.files import read_json, write_text
+from zorse_ds.integrations.huggingface.adapters import has_adapters, is_adapter, merged_weights
 from zorse_ds.integrations.huggingface.loading import INDEX_NAME
 from zorse_ds.integrations.huggingface.stage import CausalLMStage
 
@@ -45,7 +46,7 @@ def write_stage_weights(
     Returns, for each key on disk, the file and the bytes of its tensor. Tied parameters are
     written, under the name of the embeddings, only when `owns_tied`; exactly one of the stages
     that hold them should. Writes no file when that leaves nothing. Memory: one more copy of those
-    tensors that are not contiguous or not on the CPU.
+    tensors that are not contiguous, not on the CPU, or into which an adapter is merged.
     """
     tensors = _tensors_on_disk(stage, owns_tied)
     if not tensors:
@@ -90,7 +91,7 @@ def write_config(source: Path | PretrainedConfig, folder: Path, *, dtype: torch.
         GenerationConfig.from_model_config(source).save_pretrained(folder)
     else:
         settings = read_json(source / "config.json", ModelError)
-        _copy_other_files(source, folder)
+        copy_other_files(source, folder)
     # Left as it was, it would have from_pretrained round weights trained in another dtype.
     settings.pop("torch_dtype", None)
     settings["dtype"] = str(dtype).removeprefix("torch.")
@@ -105,7 +106,12 @@ def _tensors_on_disk(stage: CausalLMStage, owns_tied: bool) -> dict[str, torch.T
     if not owns_tied:
         dropped |= structure.tied_sources
     kept = {}
-    for name, tensor in stage.model.state_dict().items():
+    merged = merged_weights(stage.model) if has_adapters(stage.model) else {}
+    for own_name, own in stage.model.state_dict().items():
+        if is_adapter(own_name):
+            continue
+        name = own_name.replace(".base_layer.", ".")
+        tensor = merged.get(name, own)
         # Buffers beside the layers are alike on all stages; they go with layer 0.
         layer = structure.find_layer(name) or 0
         local = stage.start <= layer < stage.stop or name in structure.tied_sources
@@ -129,7 +135,7 @@ def _settings_of(config: PretrainedConfig) -> dict[str, Any]:
     return settings
 
 
-def _copy_other_files(source: Path, folder: Path) -> None:
+def copy_other_files(source: Path, folder: Path) -> None:
     """Copy the tokenizer's and generation files; chat templates may be in a folder."""
     if source.resolve() == folder.resolve():
         return

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zorse_ds.core.model import LayerShape, ModelShape
+from zorse_ds.integrations.huggingface.adapters import AdapterSource, find_targets, read_adapters
 from zorse_ds.integrations.huggingface.block_shape import (
     Shapes,
     block_shape,
@@ -33,17 +34,22 @@ class DescribedModel:
     """Of the language model."""
 
 
-def model_shape(source: str | Path | PretrainedConfig) -> ModelShape:
+def model_shape(
+    source: str | Path | PretrainedConfig, adapters: AdapterSource | None = None
+) -> ModelShape:
     """The shape of the model in a checkpoint's folder, with weights or without.
 
     `source` may be a transformers configuration too. Blocks with the same parameters and the same
-    kind of attention are one kind. Raises `ModelError` when there is no configuration, or its
+    kind of attention are one kind. With `adapters`, which `read_adapters` takes, these alone are
+    trained. Raises `ModelError` when there is no configuration, or its
     model is not understood.
     """
-    return describe_model(source).shape
+    return describe_model(source, adapters).shape
 
 
-def describe_model(source: str | Path | PretrainedConfig) -> DescribedModel:
+def describe_model(
+    source: str | Path | PretrainedConfig, adapters: AdapterSource | None = None
+) -> DescribedModel:
     """The shape together with how the model is cut. Raises `ModelError` as `model_shape` does."""
     if isinstance(source, PretrainedConfig):
         config, name, where = source, source.model_type, f"the {type(source).__name__} given"
@@ -55,7 +61,12 @@ def describe_model(source: str | Path | PretrainedConfig) -> DescribedModel:
     # The given one, since building on the meta device sets a dtype of its own.
     text_config = config.get_text_config(decoder=True)
     structure = probe(model)
-    return DescribedModel(_shape(name, text_config, structure, shapes), structure, text_config)
+    trained: list[int] | None = None
+    if adapters is not None:
+        found = find_targets(build_on_meta(config, where, None), read_adapters(adapters))
+        trained = found.sizes_by_layer(structure)
+    shape = _shape(name, text_config, structure, shapes, trained)
+    return DescribedModel(shape, structure, text_config)
 
 
 def _shapes_of(model: PreTrainedModel) -> Shapes:
@@ -66,7 +77,11 @@ def _shapes_of(model: PreTrainedModel) -> Shapes:
 
 
 def _shape(
-    name: str, config: PretrainedConfig, structure: ModelStructure, shapes: Shapes
+    name: str,
+    config: PretrainedConfig,
+    structure: ModelStructure,
+    shapes: Shapes,
+    trained: list[int] | None,
 ) -> ModelShape:
     by_layer: list[dict[str, tuple[int, ...]]] = [{} for _ in range(structure.num_layers)]
     for parameter, shape in shapes.items():
@@ -75,10 +90,10 @@ def _shape(
         {name.removeprefix(f"{structure.blocks_path}.{i}."): shape for name, shape in each.items()}
         for i, each in enumerate(by_layer[1:-1])
     ]
-    kinds, names = _block_kinds(config, blocks)
+    kinds, names = _block_kinds(config, blocks, None if trained is None else trained[1:-1])
     ends = {
-        "embedding": _end("embedding", config, by_layer[0]),
-        "head": _end("head", config, by_layer[-1]),
+        "embedding": _with_trained(_end("embedding", config, by_layer[0]), trained, 0),
+        "head": _with_trained(_end("head", config, by_layer[-1]), trained, -1),
     }
     tied = _count({source: shapes[source] for source in structure.tied_sources})
     return ModelShape(
@@ -103,16 +118,43 @@ def _count(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
+def _with_trained(shape: LayerShape, trained: list[int] | None, layer: int) -> LayerShape:
+    """The layer with its adapter, which alone is trained."""
+    if trained is None:
+        return shape
+    own = trained[layer]
+    sizes = {"num_params": shape.num_params + own, "trainable_params": own}
+    if shape.active_params is not None:
+        sizes["active_params"] = shape.active_params + own
+    return shape.model_copy(update=sizes)
+
+
 def _block_kinds(
-    config: PretrainedConfig, blocks: list[dict[str, tuple[int, ...]]]
+    config: PretrainedConfig,
+    blocks: list[dict[str, tuple[int, ...]]],
+    trained: list[int] | None,
 ) -> tuple[dict[str, LayerShape], list[str]]:
     """The kinds of blocks by name, and each block's kind."""
-    signs = [(layer_type(config, i), tuple(sorted(each.items()))) for i, each in enumerate(blocks)]
+    signs = [
+        (layer_type(config, i), tuple(sorted(each.items())), trained[i] if trained else 0)
+        for i, each in enumerate(blocks)
+    ]
     first = {sign: signs.index(sign) for sign in dict.fromkeys(signs)}
     names = _names([(sign[0], blocks[index]) for sign, index in first.items()])
     of_sign = dict(zip(first, names, strict=True))
-    kinds = {of_sign[sign]: block_shape(config, blocks[index]) for sign, index in first.items()}
+    kinds = {
+        of_sign[sign]: _with_trained(
+            block_shape(_config_of_block(config, index), blocks[index]), trained, index
+        )
+        for sign, index in first.items()
+    }
     return kinds, [of_sign[sign] for sign in signs]
+
+
+def _config_of_block(config: PretrainedConfig, index: int) -> PretrainedConfig:
+    """The configuration of one block, for some families let blocks differ."""
+    views = getattr(config, "per_layer_config", None)
+    return config if not views else views[index]
 
 
 def _names(kinds: list[tuple[str, Shapes]]) -> list[str]:

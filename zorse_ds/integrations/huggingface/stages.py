@@ -7,6 +7,12 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zorse_ds.errors import ModelError
+from zorse_ds.integrations.huggingface.adapters import (
+    Adapters,
+    AdapterSource,
+    find_targets,
+    read_adapters,
+)
 from zorse_ds.integrations.huggingface.loading import (
     build_on_meta,
     create_stage_model,
@@ -24,7 +30,8 @@ class CausalLMStages:
 
     Attributes: `layer_names`, one per pipeline layer; `tied_layers`, tuples of layers that share
     parameters; `parameter_counts`, parameters per pipeline layer (a tied head counts in both);
-    `config`, `dtype`, `structure`, `seed`, and `folder` (None for random weights).
+    `adapters`, where LoRA is asked for (all else is frozen then); `config`, `dtype`, `structure`,
+    `seed`, and `folder` (None for random weights).
     """
 
     def __init__(
@@ -35,7 +42,9 @@ class CausalLMStages:
         dtype: torch.dtype,
         attn_implementation: str | None,
         seed: int,
+        adapters: AdapterSource | None = None,
     ) -> None:
+        lora = None if adapters is None else read_adapters(adapters)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ModelError(f"dtype is {dtype!r}; expected one such as torch.float32")
         where = str(folder / "config.json") if folder else f"the {type(config).__name__} given"
@@ -45,6 +54,10 @@ class CausalLMStages:
         self.config: PretrainedConfig = copy.deepcopy(model.config)
         self._running_config = _as_run(self.config, dtype)
         self.structure: ModelStructure = probe(model)
+        self.adapters: Adapters | None = None
+        if lora is not None:
+            whole = build_on_meta(config, where, attn_implementation)
+            self.adapters = find_targets(whole, lora, seed)
         self.folder = folder
         self.dtype = dtype
         self._attn_implementation = attn_implementation
@@ -55,6 +68,9 @@ class CausalLMStages:
         counts = [0] * self.structure.num_layers
         for name, size in shapes:
             counts[self.structure.layer_of(name)] += size
+        if self.adapters is not None:
+            own = self.adapters.sizes_by_layer(self.structure)
+            counts = [size + more for size, more in zip(counts, own, strict=True)]
         self.parameter_counts: tuple[int, ...] = tuple(counts)
 
     @classmethod
@@ -64,8 +80,12 @@ class CausalLMStages:
         *,
         dtype: torch.dtype = torch.float32,
         attn_implementation: str | None = None,
+        adapters: AdapterSource | None = None,
+        seed: int = 0,
     ) -> "CausalLMStages":
         """Read and probe the configuration in `folder`; weights are read by `build`.
+
+        `adapters` is what `read_adapters` takes; their first values depend on `seed` alone.
 
         Raises ModelError when the folder is no checkpoint of a causal language model with
         safetensors weights, or its model cannot be cut into stages.
@@ -80,7 +100,8 @@ class CausalLMStages:
             folder=folder,
             dtype=dtype,
             attn_implementation=attn_implementation,
-            seed=0,
+            seed=seed,
+            adapters=adapters,
         )
 
     @classmethod
@@ -91,6 +112,7 @@ class CausalLMStages:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         attn_implementation: str | None = None,
+        adapters: AdapterSource | None = None,
     ) -> "CausalLMStages":
         """Probe a configuration; `build` draws weights that `seed` and nothing else decides.
 
@@ -109,6 +131,7 @@ class CausalLMStages:
             dtype=dtype,
             attn_implementation=attn_implementation,
             seed=seed,
+            adapters=adapters,
         )
 
     def build(
@@ -131,6 +154,8 @@ class CausalLMStages:
                 f"expected a non-empty range within [0, {num_layers})"
             )
         model = self._model(start, stop)
+        if self.adapters is not None:
+            self.adapters.attach(model, self.structure, range(start, stop))
         model.to(torch.device(device))
         return CausalLMStage(model, self.structure, start, stop, recompute=recompute)
 

@@ -76,5 +76,9 @@ class ModelStructure:
         return layer
 
     def global_name(self, name: str) -> str:
-        """The name under which a parameter is known: a tied copy goes by its source's name."""
+        """The name under which a parameter is known: a tied copy goes by its source's name.
+
+        What an adapter is wrapped around keeps the name that it had.
+        """
+        name = name.replace(".base_layer.", ".")
         return dict(self.ties).get(name, name)
