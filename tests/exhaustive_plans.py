@@ -19,8 +19,8 @@ from zorse_ds.cost.setting import PassTimes, Setting
 from zorse_ds.planner.draft import Draft, GroupDraft, plan_of, sample_seconds
 from zorse_ds.planner.fit import with_weights
 from zorse_ds.planner.groupings import normal
-from zorse_ds.planner.options import SIZES, group_dtype
-from zorse_ds.planner.settings import rungs
+from zorse_ds.planner.options import group_dtype
+from zorse_ds.planner.settings import SIZES, rungs
 from zorse_ds.planner.shares import balanced
 from zorse_ds.planner.units import Unit, looks_of, signature_of, units_of
 from zorse_ds.simulator.quick import quick_step_s

@@ -66,10 +66,17 @@ def random_plan_dict(
     return {
         "version": 1,
         "global_batch_size": batch_size,
-        "schedule": rng.choice(schedules),
+        **_with_ahead(seed, {"schedule": rng.choice(schedules)}),
         "groups": groups,
         "stages": stages,
     }
+
+
+def _with_ahead(seed: int, chosen: dict[str, Any]) -> dict[str, Any]:
+    """What was chosen of a plan; where it turns around, stages may be further ahead."""
+    if chosen["schedule"] == "gpipe" or not chosen.get("turnaround", True):
+        return chosen
+    return {**chosen, "ahead": random.Random(f"ahead {seed}").choice((0, 0, 1, 2))}
 
 
 def random_ministage_plan(
@@ -108,11 +115,11 @@ def random_ministage_plan(
         {"group": f"g{host}", "layers": [bounds[i], bounds[i + 1]]} for i, host in enumerate(hosts)
     ]
     turns = rng.random() < 0.75
+    turns = turns if turnaround is None else turnaround
     return Plan.from_dict(
         {
             "global_batch_size": batch_size,
-            "schedule": "ministage",
-            "turnaround": turns if turnaround is None else turnaround,
+            **_with_ahead(seed, {"schedule": "ministage", "turnaround": turns}),
             "groups": groups,
             "stages": stages,
         }

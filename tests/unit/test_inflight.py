@@ -8,6 +8,7 @@ from tests.random_plans import random_plan, uniform_plan
 from zorse_ds.core.layout import Layout, lay_out
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import ScheduleError
+from zorse_ds.schedule.compile import limits_of
 from zorse_ds.schedule.inflight import (
     InFlightLimits,
     all_in_flight,
@@ -97,3 +98,56 @@ def test_limits_hardly_idle_the_pipeline(shape: int) -> None:
 def test_limits_save_memory_on_long_steps() -> None:
     layout = lay_out(uniform_plan(4, 2, 50))
     assert sum(in_flight_limits(layout).values()) * 10 <= sum(all_in_flight(layout).values())
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_every_uniform_stage_is_further_ahead_of_the_one_below(
+    num_stages: int, width: int, ahead: int
+) -> None:
+    plan = uniform_plan(num_stages, width, 12).model_copy(update={"ahead": ahead})
+    assert limits_of(plan, lay_out(plan)) == {
+        (stage * width + i, stage): min(12, (num_stages - stage - 1) * (1 + ahead) + 1)
+        for stage in range(num_stages)
+        for i in range(width)
+    }
+
+
+def test_a_rank_alone_is_ahead_by_what_a_wide_group_runs_at_once() -> None:
+    plan = Plan.from_dict(
+        {
+            "global_batch_size": 16,
+            "groups": [
+                {"name": "one", "gpus": [{"rank": 0, "micro_batches": [1] * 16}]},
+                {
+                    "name": "four",
+                    "gpus": [{"rank": r, "micro_batches": [1] * 4} for r in range(1, 5)],
+                },
+                {"name": "last", "gpus": [{"rank": 5, "micro_batches": [1] * 16}]},
+            ],
+            "stages": [
+                {"group": "one", "layers": [0, 1]},
+                {"group": "four", "layers": [1, 2]},
+                {"group": "last", "layers": [2, 3]},
+            ],
+        }
+    )
+    layout = lay_out(plan)
+    least = in_flight_limits(layout)
+    further = limits_of(plan.model_copy(update={"ahead": 1}), layout)
+    assert {key: further[key] - least[key] for key in least} == {
+        (0, 0): min(8, 16 - least[0, 0]),
+        **{(rank, 1): 1 for rank in range(1, 5)},
+        (5, 2): 0,
+    }
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_further_ahead_takes_no_longer_on_the_integer_clock(seed: int) -> None:
+    plan = random_plan(seed, schedules=("1f1b",))
+    layout = lay_out(plan)
+    plain, ahead = (plan.model_copy(update={"ahead": n}) for n in (0, 1))
+    assert ticks(ahead, layout, limits_of(ahead, layout)) <= 1.05 * ticks(
+        plain, layout, limits_of(plain, layout)
+    )

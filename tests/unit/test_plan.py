@@ -146,6 +146,7 @@ WRONG = [
         "turnaround is false, but schedule '1f1b' has no turn-around to switch off; expected "
         "schedule 'ministage', or no such key",
     ),
+    (["ahead"], -1, "ahead is -1; expected at least 0"),
     (
         ["groups", 0, "recompute_every"],
         1,
@@ -266,6 +267,24 @@ def test_a_group_may_say_how_often_what_one_of_its_stages_recomputes() -> None:
     data["stages"][0]["recompute"] = "none"
     (found,) = problems(data)
     assert found.startswith("groups[0].recompute_every is 3, but recompute of group 'fast' is")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [(["schedule"], "gpipe")],
+        [(["schedule"], "ministage"), (["turnaround"], False)],
+    ],
+)
+def test_nobody_is_further_ahead_where_every_forward_comes_first(
+    changes: list[tuple[list[str], Any]],
+) -> None:
+    (found,) = problems(changed(*changes, (["ahead"], 1)))
+    assert found == (
+        "ahead is 1, but every forward comes first without a turn-around; expected 0, or no such "
+        "key"
+    )
+    Plan.from_dict(changed(*changes, (["ahead"], 0)))
 
 
 def test_gpipe_has_no_turnaround_either() -> None:

@@ -10,7 +10,7 @@ from zorse_ds.core.cluster_files import cluster_from
 from zorse_ds.planner.fit import level_shares
 from zorse_ds.planner.graph import cut_tree
 from zorse_ds.planner.groupings import groupings
-from zorse_ds.planner.layers import bottleneck, cut_layers, spread
+from zorse_ds.planner.layers import by_count, by_range, cut_layers, spread
 from zorse_ds.planner.parallel import fork_map
 from zorse_ds.planner.shares import balanced, micro_batches
 from zorse_ds.planner.units import units_of
@@ -49,7 +49,11 @@ def test_layers_are_cut_at_the_least_bottleneck(seed: int) -> None:
     costs = [[draw.uniform(0.5, 2) for _ in range(layers)] for _ in range(groups)]
     most = [draw.randint(1, layers) for _ in range(groups)]
     seconds = [np.concatenate([[0.0], np.cumsum(own)]) for own in costs]
-    found = cut_layers(seconds, most)
+    number = np.arange(layers + 1)
+    too_many = [number[None, :] - number[:, None] > cap for cap in most]
+    found = cut_layers(
+        [np.where(bad, np.inf, by_range(own)) for bad, own in zip(too_many, seconds, strict=True)]
+    )
     bounds = [(0, *cuts, layers) for cuts in itertools.combinations(range(1, layers), groups - 1)]
     legal = [own for own in bounds if all(own[i + 1] - own[i] <= most[i] for i in range(groups))]
     if not legal:
@@ -59,7 +63,30 @@ def test_layers_are_cut_at_the_least_bottleneck(seed: int) -> None:
     assert found is not None
     assert sum(found) == layers
     assert all(count <= cap for count, cap in zip(found, most, strict=True))
-    assert bottleneck(seconds, found) == pytest.approx(best)
+    stops = list(itertools.accumulate(found, initial=0))
+    worst = max(sum(costs[i][stops[i] : stops[i + 1]]) for i in range(groups))
+    assert worst == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_layers_are_cut_by_what_any_number_of_them_costs(seed: int) -> None:
+    draw = random.Random(seed)
+    groups, layers = draw.randint(2, 4), draw.randint(4, 9)
+    costs = [
+        sorted(draw.choice((draw.random(), np.inf)) for _ in range(layers + 1))
+        for _ in range(groups)
+    ]
+    found = cut_layers([by_count(np.array(own)) for own in costs])
+    cuts = itertools.product(range(1, layers), repeat=groups)
+    best = min(
+        max(own[n] for own, n in zip(costs, cut, strict=True)) for cut in cuts if sum(cut) == layers
+    )
+    if np.isinf(best):
+        assert found is None
+        return
+    assert found is not None
+    assert sum(found) == layers
+    assert max(own[n] for own, n in zip(costs, found, strict=True)) == best
 
 
 def test_layers_are_spread_over_visits() -> None:

@@ -104,6 +104,10 @@ class Plan(StrictModel):
     schedule: Literal["1f1b", "gpipe", "ministage"] = "1f1b"
     turnaround: bool = True
     """With schedule "ministage": at its last stage a group runs backward as gradients arrive."""
+    ahead: Annotated[int, Field(ge=0, le=_MOST)] = 0
+    """Micro-batches that each GPU is further ahead of the stage below than routing asks for, where
+    the pipeline turns around: messages and unlike groups then hold nobody up, for the memory of
+    that many more activations."""
     groups: Annotated[tuple[GpuGroup, ...], BeforeValidator(_as_tuple)]
     stages: Annotated[tuple[Stage, ...], BeforeValidator(_as_tuple)]
 

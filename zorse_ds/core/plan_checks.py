@@ -14,7 +14,7 @@ def plan_problems(plan: "Plan") -> list[str]:
     """Every contradiction between the parts of a plan whose parts are well-formed."""
     of_groups = (_not_empty, _names, _ranks, _samples, _weights)
     of_stages = (_tiling, _hosts, _one_stage_a_group)
-    without_effect = (_turnaround, _recompute_every)
+    without_effect = (_turnaround, _ahead, _recompute_every)
     rules = (*of_groups, *of_stages, *without_effect)
     return [problem for rule in rules for problem in rule(plan)]
 
@@ -128,6 +128,14 @@ def _turnaround(plan: "Plan") -> Iterator[str]:
         yield (
             f"turnaround is false, but schedule {plan.schedule!r} has no turn-around to switch "
             "off; expected schedule 'ministage', or no such key"
+        )
+
+
+def _ahead(plan: "Plan") -> Iterator[str]:
+    if plan.ahead and (plan.schedule == "gpipe" or not plan.turnaround):
+        yield (
+            f"ahead is {plan.ahead}, but every forward comes first without a turn-around; expected "
+            "0, or no such key"
         )
 
 

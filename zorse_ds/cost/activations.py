@@ -92,14 +92,8 @@ class ActivationTable:
         if offloaded:
             plain = self.of(layers, dtype, interval)
             host = plain.kept_per_sample - kept
-        if offloaded or self._keeps_message(dtype, runs[0][1]):
-            kept += arriving
         workspaces = partial(self._workspaces_at, dtype)
         return StageActivations(kept, host, arriving, leaving, tuple(segments), workspaces)
-
-    def _keeps_message(self, dtype: Dtype, again: bool) -> bool:
-        """The engine keeps what arrived for its gradient; so does recompute, and a float32 norm."""
-        return not again and DTYPE_BYTES[dtype] != MASTER_BYTES
 
     def _segment(self, run: Range, again: bool, dtype: Dtype, offloaded: bool) -> Segment:
         figures = self._of_dtype(dtype)[run.as_slice()]

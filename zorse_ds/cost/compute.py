@@ -87,6 +87,7 @@ def backward_s(
     return sums.backward_s(layers, recompute_interval)
 
 
+@lru_cache(maxsize=1024)
 def best_samples_per_s(setting: Setting, gpu_type: str, dtype: Dtype) -> float:
     """What one GPU alone would do with all the layers, full recompute and memory without end.
 

@@ -61,6 +61,11 @@ class RankMemory:
         """What is missing on the device."""
         return max(0, self.total_bytes - self.usable_bytes)
 
+    @property
+    def overflow_share(self) -> float:
+        """What is missing, as a part of what the device has."""
+        return self.overflow_bytes / self.usable_bytes
+
 
 def memory_of(
     plan: Plan,

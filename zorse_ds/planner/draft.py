@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from zorse_ds.core.plan import Dtype, GpuGroup, GpuShare, Plan, Recompute, Stage
+from zorse_ds.cost.activations import activation_table
 from zorse_ds.cost.compute import compute_times
 from zorse_ds.cost.setting import Setting
 from zorse_ds.planner.shares import balanced, micro_batches
@@ -57,6 +58,8 @@ class Draft:
     groups: tuple[GroupDraft, ...]
     layers: tuple[tuple[int, ...], ...]
     """How many layers each visit (outer) has at each group (inner); 0 leaves the stage out."""
+    ahead: int = 0
+    """See `Plan.ahead`."""
 
     @property
     def num_visits(self) -> int:
@@ -75,9 +78,16 @@ class Draft:
         ranges = consecutive([number for _, _, number in places])
         return tuple((v, g, r) for (v, g, _), r in zip(places, ranges, strict=True))
 
+    @cached_property
+    def _stages(self) -> tuple[tuple[tuple[int, Range], ...], ...]:
+        stages: list[list[tuple[int, Range]]] = [[] for _ in self.groups]
+        for visit, group, layers in self.cuts:
+            stages[group].append((visit, layers))
+        return tuple(map(tuple, stages))
+
     def stages_of(self, group: int) -> tuple[tuple[int, Range], ...]:
         """Visits and layers of the stages of a group."""
-        return tuple((visit, layers) for visit, own, layers in self.cuts if own == group)
+        return self._stages[group]
 
     def with_group(self, index: int, group: GroupDraft) -> "Draft":
         """The draft with one group decided otherwise."""
@@ -85,20 +95,48 @@ class Draft:
         return replace(self, groups=groups)
 
 
-def sample_seconds(draft: Draft, index: int, setting: Setting) -> list[float]:
-    """What one sample costs each rank of a group, over all its stages."""
-    group = draft.groups[index]
-    stages = draft.stages_of(index)
+Stages = tuple[tuple[int, Range], ...]
+"""Visits and layers of the stages of a group."""
+
+
+def sample_seconds(draft: Draft, index: int, setting: Setting) -> tuple[float, ...]:
+    """What one sample costs each rank of a group, over all its stages.
+
+    Passes, and copies of activations to and from host memory, for which a rank waits.
+    """
+    return group_sample_seconds(draft.groups[index], draft.stages_of(index), setting)
+
+
+@lru_cache(maxsize=16384)
+def group_sample_seconds(group: GroupDraft, stages: Stages, setting: Setting) -> tuple[float, ...]:
+    """`sample_seconds` of a group with these stages."""
     times = compute_times(setting)
-    by_type: dict[str, float] = {}
-    for name in dict.fromkeys(group.gpu_types):
-        sums = times.sums(name, group.dtype, group.size)
-        whole = sum(
-            sums.forward_s(layers) + sums.backward_s(layers, int(group.recompute[visit]))
-            for visit, layers in stages
-        )
-        by_type[name] = whole / group.size
-    return [by_type[name] for name in group.gpu_types]
+    copied = 2 * _copied_bytes(group, stages, setting)
+    found: dict[tuple[str, float], float] = {}
+    seconds = []
+    for rank, name in zip(group.ranks, group.gpu_types, strict=True):
+        host_bytes_per_s = setting.cluster.gpus[rank].host_bytes_per_s
+        key = (name, host_bytes_per_s if copied else 0.0)
+        if key not in found:
+            sums = times.sums(name, group.dtype, group.size)
+            whole = sum(
+                sums.forward_s(layers) + sums.backward_s(layers, int(group.recompute[visit]))
+                for visit, layers in stages
+            )
+            found[key] = whole / group.size + copied / host_bytes_per_s
+        seconds.append(found[key])
+    return tuple(seconds)
+
+
+def _copied_bytes(group: GroupDraft, stages: Stages, setting: Setting) -> float:
+    """Of one sample's activations, one way."""
+    if group.offload != "params+activations":
+        return 0.0
+    table = activation_table(setting)
+    return sum(
+        table.of(layers, group.dtype, int(group.recompute[visit]), offloaded=True).host_per_sample
+        for visit, layers in stages
+    )
 
 
 def plan_of(draft: Draft, setting: Setting, batch: int) -> Plan:
@@ -108,6 +146,7 @@ def plan_of(draft: Draft, setting: Setting, batch: int) -> Plan:
     return Plan(
         global_batch_size=batch,
         schedule=draft.schedule,
+        ahead=draft.ahead,
         groups=tuple(_group(draft, i, names[i], setting, batch) for i in numbers),
         stages=tuple(_stages(draft, names)),
     )
@@ -121,6 +160,7 @@ def part_of(draft: Draft, index: int, setting: Setting, batch: int) -> Plan:
         global_batch_size=batch,
         schedule=draft.schedule,
         turnaround=True,
+        ahead=draft.ahead,
         groups=(_group(draft, index, names[index], setting, batch),),
         stages=tuple(_stages(draft, names)),
     )

@@ -11,9 +11,7 @@ Progress = Callable[[str, int, int], None]
 class Effort:
     """The limits of one search."""
 
-    most_groups: int = 12
-    fitted_per_visits: int = 1
-    """Drafts of each grouping and number of visits that get settings."""
+    most_groups: int = 24
     judged_per_grouping: int = 3
     """Drafts of a grouping that are simulated before any local search."""
     judged: int = 30
@@ -22,9 +20,9 @@ class Effort:
     """Of those whose batch was shortened for it, how many are simulated whole."""
     improved: int = 3
     """How many of the best the local search starts from."""
-    events: int = 500_000
+    events: int = 1_000_000
     """Passes and messages simulated in all; what is needed to judge comes before local search."""
-    events_at_once: int = 6_000
+    events_at_once: int = 20_000
     """Of a first simulation: a larger step is shortened for it."""
     workers: int = 1
     """Processes; does not change the answer."""

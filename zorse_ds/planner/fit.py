@@ -1,10 +1,6 @@
-"""Phase 2, memory: the cheapest settings with which every rank of a draft has room.
+"""Phase 2, memory: settings with which every rank of a draft has room, by the memory model."""
 
-Each group climbs a ladder of its own: shards by free memory cost nothing, recompute costs forward
-passes, gathered parameters cost traffic, host memory costs the most.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -13,14 +9,18 @@ from zorse_ds.core.plan import Plan
 from zorse_ds.cost.memory import RankMemory, group_memory, memory_of
 from zorse_ds.cost.setting import Setting
 from zorse_ds.cost.state import StateBytes, params_of, state_bytes
-from zorse_ds.planner.draft import Draft, part_of, plan_of, sample_seconds
-from zorse_ds.planner.settings import rungs
+from zorse_ds.planner.draft import Draft, GroupDraft, part_of, plan_of, sample_seconds
+from zorse_ds.planner.offers import offers_of
+from zorse_ds.planner.seats import held_samples, seats_of
+from zorse_ds.planner.settings import OFFLOADS, SPARE_SHARE, levels_of
 from zorse_ds.schedule.compile import limits_of
 from zorse_ds.schedule.inflight import InFlightLimits
 
 ROUNDING = 1e-6
-SPARE_SHARE = 0.01
-"""Of a GPU's memory is left free when shards are cut by what is free."""
+NEARLY = 0.95
+"""What the closed form of memory may be off by."""
+TRIES = 6
+"""Settings of a group that are tried before the smallest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,46 @@ class Fit:
 
 
 def fitted(draft: Draft, setting: Setting, batch: int, limits: InFlightLimits | None = None) -> Fit:
-    """The draft with the first rung of each group's ladder that fits, or else the nearest one.
+    """The draft with the best settings of each group that fit, or else the nearest ones.
 
-    In-flight limits are the likely ones where none are given.
+    Micro-batch sizes stay. In-flight limits are the likely ones where none are given.
     """
     memory: dict[int, RankMemory] = {}
     if limits is None:
         limits = likely_limits(draft, setting, batch)
     for index in range(len(draft.groups)):
         tries: list[Fit] = []
-        for rung in rungs(draft, index, setting, batch):
-            tries.append(_weighted(draft.with_group(index, rung), index, setting, batch, limits))
+        for group in _likely_settings(draft, index, setting, batch):
+            tries.append(_weighted(draft.with_group(index, group), index, setting, batch, limits))
             if not tries[-1].overflow_bytes:
                 break
         nearest = min(tries, key=lambda fit: fit.overflow_bytes)
         draft = nearest.draft
         memory |= nearest.memory
     return Fit(draft, memory)
+
+
+def _likely_settings(
+    draft: Draft, index: int, setting: Setting, batch: int
+) -> Iterator[GroupDraft]:
+    """Settings that fit by the closed form or nearly so, the best first; at last the smallest."""
+    group = draft.groups[index]
+    seats = seats_of([each.units for each in draft.groups], setting, batch, draft.num_visits)
+    spans = [each.size * len(each.ranks) for each in draft.groups]
+    seat = seats[index].holding(held_samples(spans, batch, draft.ahead)[index]).tighter(NEARLY)
+    count = sum(layers.size for _, layers in draft.stages_of(index))
+    options = [o for o in offers_of(seat, setting, count).ranked(count) if o.size == group.size]
+    for option in options[:TRIES]:
+        yield option.group(group.units, seat)
+    smallest = (True,) * draft.num_visits
+    level = levels_of(len(group.ranks), draft.num_visits)[-1]
+    yield replace(
+        group,
+        recompute=smallest,
+        zero_level=level,
+        offload=OFFLOADS[-1],
+        shard_weights=None,
+    )
 
 
 def with_weights(draft: Draft, setting: Setting, batch: int) -> Fit:
@@ -70,29 +93,28 @@ def with_weights(draft: Draft, setting: Setting, batch: int) -> Fit:
 def likely_limits(draft: Draft, setting: Setting, batch: int) -> InFlightLimits:
     """About how many micro-batches wait where stages turn around.
 
-    A group runs one micro-batch on each rank at once, its span; in flight at a stage are the spans
-    of it and of all below, and one more of the widest where they differ. With equal spans that is
-    the textbook's number.
+    Of the samples that a group holds there each rank has its share; see `held_samples`.
     """
     hosts = [group for _, group, _ in draft.cuts]
-    spans = [group.size * len(group.ranks) for group in draft.groups]
+    tail = _tail(hosts)
+    spans = [draft.groups[index].size * len(draft.groups[index].ranks) for index in tail]
     limits: InFlightLimits = {}
-    seen: set[int] = set()
-    below = 0
-    for stage in reversed(range(len(hosts))):
-        index = hosts[stage]
-        if index in seen:
-            break
-        seen.add(index)
-        below += spans[index]
-        own = [spans[each] for each in seen]
-        held = below + (max(own) if min(own) != max(own) else 0)
+    for place, held in enumerate(held_samples(spans, batch, draft.ahead)):
+        index, stage = tail[place], len(hosts) - len(tail) + place
         group = draft.groups[index]
         speeds = [1 / seconds for seconds in sample_seconds(draft, index, setting)]
         whole = sum(speeds) * group.size
         for rank, speed in zip(group.ranks, speeds, strict=True):
-            limits[rank, stage] = ceil(min(held, batch) * speed / whole - ROUNDING)
+            limits[rank, stage] = ceil(held * speed / whole - ROUNDING)
     return limits
+
+
+def _tail(hosts: list[int]) -> list[int]:
+    """Groups of the stages that turn around: the last ones, each group once."""
+    start = len(hosts)
+    while start and hosts[start - 1] not in hosts[start:]:
+        start -= 1
+    return hosts[start:]
 
 
 def _weighted(

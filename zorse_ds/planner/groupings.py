@@ -20,6 +20,8 @@ Groups = tuple[tuple[Unit, ...], ...]
 Rate = Callable[[str], float]
 """Samples a second that a GPU type runs through one block."""
 
+NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+"""Of groups; beyond a few, the next one makes no great difference."""
 EXHAUSTIVE_GPUS = 6
 """Up to so many GPUs every division is offered."""
 
@@ -61,8 +63,9 @@ def _offers(
         units, key=lambda unit: (-rate(unit.gpu_type), unit.gpu_type, _region(cluster, unit), unit)
     )
     for number, groups in enumerate(cut_tree(cluster, units, most_groups), start=1):
-        yield Grouping(f"minimum cut into {number}", normal(groups))
-    for number in range(1, most_groups + 1):
+        if number in NUMBERS:
+            yield Grouping(f"minimum cut into {number}", normal(groups))
+    for number in (number for number in NUMBERS if number <= most_groups):
         yield Grouping("even runs of neighbours", normal(even_runs(by_place, weight, number)))
         yield Grouping("even runs by speed", normal(even_runs(by_type, weight, number)))
         for key, origin in (

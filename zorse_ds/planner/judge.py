@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import inf
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.cost.setting import Setting
@@ -25,28 +24,35 @@ class Case:
     draft: Draft
     origin: str
     keeps_settings: bool = False
-    """Its settings for memory are what is to be judged; else the cheapest that fit are taken."""
+    """Its settings for memory are what is to be judged; else the best that fit are taken."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A plan and the seconds that the simulator gives its step."""
+    """A draft and the seconds that the simulator gives its step."""
 
     draft: Draft
     plan: Plan
     origin: str
     """The idea that its grouping comes from."""
     step_s: float
+    is_whole: bool
+    """The whole step was simulated, and the plan fits by its exact in-flight limits."""
 
 
 @dataclass
 class Judge:
-    """Simulates drafts for one setting and batch."""
+    """Simulates drafts for one setting and batch.
+
+    A step of many more than `events_at_once` passes and messages is simulated with a part of its
+    batch and scaled as its cost scales; `confirm` simulates whole steps.
+    """
 
     setting: Setting
     batch: int
     events: int
-    """What may be simulated in all."""
+    """What may be simulated in all, but for confirming."""
+    events_at_once: int
     workers: int = 1
     spent: int = 0
     _seen: dict[object, Judged] = field(default_factory=dict)
@@ -65,15 +71,6 @@ class Judge:
         """This case, or one like it with alike nodes exchanged, was judged."""
         return self._key(case) in self._tried
 
-    def guess(self, cases: Sequence[Case], events: int) -> list[float]:
-        """About the seconds of each draft, from steps of not much more than `events`.
-
-        A longer step is simulated with a part of its batch, and scaled as its cost scales.
-        """
-        found = fork_map(lambda case: self._guessed(case, events), cases, self.workers)
-        self.spent += sum(own for _, own in found)
-        return [seconds for seconds, _ in found]
-
     def judge(self, cases: Sequence[Case]) -> list[Judged]:
         """Seconds for what was not judged before and fits."""
         new = {self._key(case): case for case in cases}
@@ -86,31 +83,45 @@ class Judge:
                 self._seen.setdefault(self._key(Case(judged.draft, judged.origin)), judged)
         return [judged for judged, _ in found if judged is not None]
 
-    def _guessed(self, case: Case, events: int) -> tuple[float, int]:
-        sure = exactly_fitted(
-            case.draft, self.setting, self.batch, keeps_settings=case.keeps_settings
-        )
-        if sure is None:
-            return inf, 0
-        draft, plan = sure
-        widest = max(len(group.gpus) for group in plan.groups)
-        part = min(num_events(plan) // events, self.batch // (LEAST_SAMPLES * widest))
-        scale = 1.0
-        if part > 1:
-            short = self.batch // part
-            plan = plan_of(draft, self.setting, short)
-            whole, less = (score(draft, self.setting, size) for size in (self.batch, short))
-            scale = whole.step_s / less.step_s
-        return quick_step_s(plan, self.setting) * scale, num_events(plan)
+    def confirmed(self, number: int) -> list[Judged]:
+        """The fastest of what was judged, at least `number` of them by their whole steps."""
+        waiting = self.ranked()
+        whole: list[Judged] = []
+        while waiting and len(whole) < number:
+            some = waiting[: max(self.workers, number - len(whole))]
+            waiting = waiting[len(some) :]
+            found = fork_map(self._whole, some, self.workers)
+            whole += [judged for judged in found if judged is not None]
+        return sorted(whole, key=lambda judged: judged.step_s)
+
+    def _whole(self, judged: Judged) -> Judged | None:
+        if judged.is_whole:
+            return judged
+        return self._judged_whole(Case(judged.draft, judged.origin))
 
     def _judged(self, case: Case) -> tuple[Judged | None, int]:
+        plan = plan_of(case.draft, self.setting, self.batch)
+        widest = max(len(group.gpus) for group in plan.groups)
+        events = num_events(plan)
+        part = min(events // self.events_at_once, self.batch // (LEAST_SAMPLES * widest))
+        if part <= 1:
+            return self._judged_whole(case), events
+        short = self.batch // part
+        whole_s, short_s = (
+            score(case.draft, self.setting, size).step_s for size in (self.batch, short)
+        )
+        seconds = quick_step_s(plan_of(case.draft, self.setting, short), self.setting)
+        judged = Judged(case.draft, plan, case.origin, seconds * whole_s / short_s, False)
+        return judged, events // part
+
+    def _judged_whole(self, case: Case) -> Judged | None:
         sure = exactly_fitted(
             case.draft, self.setting, self.batch, keeps_settings=case.keeps_settings
         )
         if sure is None:
-            return None, 0
+            return None
         draft, plan = sure
-        return Judged(draft, plan, case.origin, quick_step_s(plan, self.setting)), num_events(plan)
+        return Judged(draft, plan, case.origin, quick_step_s(plan, self.setting), True)
 
     def _key(self, case: Case) -> object:
         draft = case.draft
@@ -120,7 +131,7 @@ class Judge:
             (g.size, g.dtype, g.zero_level, g.recompute, g.offload, g.shard_weights)
             for g in draft.groups
         )
-        return draft.schedule, draft.layers, groups, settings, case.keeps_settings
+        return draft.schedule, draft.ahead, draft.layers, groups, settings, case.keeps_settings
 
 
 def num_events(plan: Plan) -> int:

@@ -10,7 +10,7 @@ from zorse_ds.planner.draft import plan_of
 from zorse_ds.planner.effort import Effort, silent
 from zorse_ds.planner.screen import Costed, screened
 
-SMALL = Effort(most_groups=6, fitted_per_visits=1, judged=1)
+SMALL = Effort(most_groups=6, judged=1)
 
 
 def what_is_missing(nearest: list[Costed], setting: Setting, batch: int) -> str:

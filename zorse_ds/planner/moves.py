@@ -2,13 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
+from zorse_ds.core.plan import Dtype
 from zorse_ds.cost.setting import Setting
 from zorse_ds.planner.draft import Draft, GroupDraft
-from zorse_ds.planner.layers import cut_layers, spread
-from zorse_ds.planner.options import SIZES, VISITS, group_dtype, group_seconds
-from zorse_ds.planner.settings import rungs
+from zorse_ds.planner.layers import Costs, by_range, cut_layers, spread
+from zorse_ds.planner.options import VISITS, group_dtype, group_seconds
+from zorse_ds.planner.settings import AHEADS, SIZES, rungs
 from zorse_ds.planner.units import Unit, joined
+
+NEAR = 4
+"""Places in the pipeline over which GPUs are handed on and groups change places."""
 
 
 def neighbours(draft: Draft, setting: Setting) -> Iterator[Draft]:
@@ -16,6 +21,7 @@ def neighbours(draft: Draft, setting: Setting) -> Iterator[Draft]:
     yield from _moved_layers(draft)
     yield from _resized(draft)
     yield from _revisited(draft, setting)
+    yield from (replace(draft, ahead=ahead) for ahead in AHEADS if ahead != draft.ahead)
     yield from _reordered(draft, setting)
     yield from _regrouped(draft, setting)
 
@@ -31,33 +37,34 @@ def resettled(draft: Draft, setting: Setting, batch: int) -> Iterator[Draft]:
                 yield again
 
 
-def recut(
-    draft: Draft,
-    setting: Setting,
-    visits: int | None = None,
-    most: Sequence[int] | None = None,
-) -> Draft | None:
-    """The draft with its layers cut anew for the speeds of its groups; None if that cannot be.
-
-    `most`: how many layers each group may have at most.
-    """
+def recut(draft: Draft, setting: Setting, visits: int | None = None) -> Draft | None:
+    """The draft with its layers cut anew for the speeds of its groups; None if that cannot be."""
     visits = visits or draft.num_visits
-    seconds = [
-        group_seconds(
-            group.units,
-            group.dtype,
-            group.size,
-            setting,
-            sum(group.recompute) / len(group.recompute),
-        )
-        for group in draft.groups
-    ]
-    counts = cut_layers(seconds, most or [setting.model.num_layers] * len(seconds))
+    counts = cut_layers(
+        [
+            _costs(
+                group.units,
+                group.dtype,
+                group.size,
+                setting,
+                sum(group.recompute) / len(group.recompute),
+            )
+            for group in draft.groups
+        ]
+    )
     if counts is None or min(counts) < visits:
         return None
     groups = tuple(_with_visits(group, visits) for group in draft.groups)
     schedule = draft.schedule if visits == draft.num_visits else "ministage"
-    return Draft("1f1b" if visits == 1 else schedule, groups, spread(counts, visits))
+    layers = spread(counts, visits)
+    return Draft("1f1b" if visits == 1 else schedule, groups, layers, draft.ahead)
+
+
+@lru_cache(maxsize=2048)
+def _costs(
+    units: tuple[Unit, ...], dtype: Dtype, size: int, setting: Setting, again: float
+) -> Costs:
+    return by_range(group_seconds(units, dtype, size, setting, again))
 
 
 def _with_visits(group: GroupDraft, visits: int) -> GroupDraft:
@@ -118,9 +125,13 @@ def _revisited(draft: Draft, setting: Setting) -> Iterator[Draft]:
 
 
 def _reordered(draft: Draft, setting: Setting) -> Iterator[Draft]:
-    """Two groups change places, neighbours first."""
+    """All groups the other way round; then two of them change places, neighbours first."""
     number = len(draft.groups)
-    for distance in range(1, number):
+    if number > 1:
+        turned = recut(replace(draft, groups=draft.groups[::-1]), setting)
+        if turned is not None:
+            yield turned
+    for distance in range(1, min(number, NEAR + 1)):
         for first in range(number - distance):
             groups = list(draft.groups)
             other = first + distance
@@ -139,7 +150,7 @@ def _regrouped(draft: Draft, setting: Setting) -> Iterator[Draft]:
                 if not rest:
                     continue
                 for target in range(len(draft.groups)):
-                    if target != source:
+                    if 0 < abs(target - source) <= NEAR:
                         found = _handed(draft, source, rest, target, part, setting)
                         if found is not None:
                             yield found

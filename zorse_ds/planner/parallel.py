@@ -10,18 +10,25 @@ Result = TypeVar("Result")
 
 
 def fork_map(
-    function: Callable[[Item], Result], items: Sequence[Item], workers: int
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    workers: int,
+    tell: Callable[[int], None] = lambda done: None,
 ) -> list[Result]:
     """`[function(item) for item in items]`, the items dealt out to `workers` processes.
 
     The processes are forked, so `function` and `items` may be anything; results are pickled. An
-    exception in any of them is raised here. With one worker nothing is forked.
+    exception in any of them is raised here. With one worker nothing is forked. `tell` hears about
+    how many are done.
     """
-    workers = min(workers, len(items))
-    if workers <= 1:
-        return [function(item) for item in items]
+    workers = max(1, min(workers, len(items)))
     children = [_start(function, items[own::workers]) for own in range(1, workers)]
-    outcomes = [_outcome(function, items[0::workers])]
+
+    def told(numbered: tuple[int, Item]) -> Result:
+        tell(min(len(items), numbered[0] * workers))
+        return function(numbered[1])
+
+    outcomes = [_outcome(told, list(enumerate(items[0::workers])))]
     outcomes += [_finish(child) for child in children]
     results: list[Result | None] = [None] * len(items)
     for own, (failure, values) in enumerate(outcomes):

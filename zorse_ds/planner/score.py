@@ -4,15 +4,17 @@ It misranks drafts that are close, so the best are simulated (design §2.6); its
 away the hopeless ones.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from zorse_ds.cost.compute import compute_times
 from zorse_ds.cost.dtypes import DTYPE_BYTES
 from zorse_ds.cost.setting import Setting
-from zorse_ds.planner.draft import Draft, sample_seconds
+from zorse_ds.planner.draft import Draft, GroupDraft, Stages, group_sample_seconds
 from zorse_ds.planner.settings import host_s
-from zorse_ds.planner.traffic import Loads, Shares, boundary_loads, gather_s, reduce_s, ring_pace
+from zorse_ds.planner.traffic import Shares, boundary_loads, gather_s, reduce_s, ring_pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,73 +41,103 @@ class _Facts:
     """Of one group of a draft."""
 
     busy_s: float
-    forward_s: float
-    """Part of `busy_s`."""
+    forward_s: Mapping[int, float]
+    """By visit."""
+    backward_s: Mapping[int, float]
+    """By visit."""
+    turning_s: float
+    """Forward passes of the visit where the pipeline turns around."""
     first_s: float
     """One micro-batch forward and backward through the stage that a visit has, slowest type."""
     shares: Shares
     """The part of the batch that each node runs."""
+    gathers_s: tuple[float, float]
+    """Gathers of parameters that overlap with passes, in the forward and the backward phase."""
+    update_s: float
+    """Reductions, gathers and steps in host memory that the group waits for."""
 
 
 def score(draft: Draft, setting: Setting, batch: int) -> Score:
     """The cost of a step of `batch` samples."""
-    facts = [_facts(draft, i, setting, batch) for i in range(len(draft.groups))]
-    loads = boundary_loads(draft, setting, [each.shares for each in facts], batch)
-    reduce = [
-        _collectives(draft, i, setting, loads) + host_s(draft, i, group, setting, batch)
-        for i, group in enumerate(draft.groups)
+    facts = [
+        _facts(group, draft.stages_of(i), setting, batch) for i, group in enumerate(draft.groups)
     ]
-    slowest = max(range(len(facts)), key=lambda i: facts[i].busy_s + reduce[i])
-    busy = facts[slowest].busy_s
+    loads = boundary_loads(draft, setting, [each.shares for each in facts], batch)
+    for index, each in enumerate(facts):
+        loads.forward["gather", index], loads.backward["gather", index] = each.gathers_s
+    slowest = max(range(len(facts)), key=lambda i: facts[i].busy_s + facts[i].update_s)
     if draft.schedule == "1f1b":
+        busy = facts[slowest].busy_s
         beyond = max(0.0, loads.whole_s - busy)
     else:
-        forward = max(each.forward_s for each in facts)
-        backward = max(each.busy_s - each.forward_s for each in facts)
+        forward = _in_step(each.forward_s for each in facts)
+        backward = _in_step(each.backward_s for each in facts)
+        busy = forward + backward
         beyond = max(0.0, loads.forward_s - forward) + max(0.0, loads.backward_s - backward)
+    if not draft.ahead and _unlike(draft):
+        # Each stage waits for the forward pass above that follows a backward pass.
+        beyond += max(each.turning_s for each in facts)
     fill = sum(each.first_s for i, each in enumerate(facts) if i != slowest)
     fill += 2 * sum(_hop_s(draft, setting, a, b) for a, b in pairwise(range(len(facts))))
-    return Score(busy, beyond, fill, reduce[slowest])
+    return Score(busy, beyond, fill, facts[slowest].update_s)
 
 
-def _facts(draft: Draft, index: int, setting: Setting, batch: int) -> _Facts:
-    group = draft.groups[index]
-    seconds = dict(zip(group.gpu_types, sample_seconds(draft, index, setting), strict=True))
+def _unlike(draft: Draft) -> bool:
+    """Groups cut their time into passes in different ways."""
+    looks = {(len(each.ranks), each.size, each.recompute[-1:]) for each in draft.groups}
+    return len(looks) > 1
+
+
+def _in_step(by_visit: Iterable[Mapping[int, float]]) -> float:
+    """In a visit all groups work at the pace of the slowest one."""
+    slowest: dict[int, float] = {}
+    for own in by_visit:
+        for visit, seconds in own.items():
+            slowest[visit] = max(seconds, slowest.get(visit, 0.0))
+    return sum(slowest.values())
+
+
+@lru_cache(maxsize=16384)
+def _facts(group: GroupDraft, stages: Stages, setting: Setting, batch: int) -> _Facts:
+    each = group_sample_seconds(group, stages, setting)
+    seconds = dict(zip(group.gpu_types, each, strict=True))
     speed = sum(len(unit.ranks) / seconds[unit.gpu_type] for unit in group.units)
     shares: dict[int, float] = {}
     for unit in group.units:
         part = len(unit.ranks) / seconds[unit.gpu_type] / speed
         shares[unit.node] = shares.get(unit.node, 0.0) + part
     slowest = max(seconds, key=lambda name: seconds[name])
-    sums = compute_times(setting).sums(slowest, group.dtype, group.size)
-    stages = draft.stages_of(index)
-    forward = sum(sums.forward_s(layers) for _, layers in stages)
     # A rank runs whole samples: on average half of one more than its ideal share.
     busy = batch / speed + min(seconds.values()) / 2
-    per_sample = seconds[slowest]
+    sums = compute_times(setting).sums(slowest, group.dtype, group.size)
+    forward = {visit: sums.forward_s(layers) for visit, layers in stages}
+    backward = {
+        visit: sums.backward_s(layers, int(group.recompute[visit])) for visit, layers in stages
+    }
+    part = busy / (sum(forward.values()) + sum(backward.values()))
+    gathers, waits = _collectives(group, stages, setting)
     return _Facts(
         busy,
-        busy * (forward / group.size) / per_sample,
-        per_sample * group.size / max(1, len(stages)),
+        {visit: own * part for visit, own in forward.items()},
+        {visit: own * part for visit, own in backward.items()},
+        forward[stages[-1][0]] * part,
+        seconds[slowest] * group.size / len(stages),
         shares,
+        gathers,
+        waits + host_s(group, stages, setting),
     )
 
 
-def _collectives(draft: Draft, index: int, setting: Setting, loads: Loads) -> float:
-    """Seconds of reductions a group must wait for; gathers overlap and go onto the lanes."""
-    group = draft.groups[index]
+def _collectives(
+    group: GroupDraft, stages: Stages, setting: Setting
+) -> tuple[tuple[float, float], float]:
+    """Seconds of gathers in both phases, and of the collectives that a group must wait for."""
     pace = ring_pace(group.ranks, setting)
-    waits = 0.0
-    stages = draft.stages_of(index)
-    for position, (_, layers) in enumerate(stages):
-        gather = gather_s(draft, index, layers, setting, pace)
-        reduce = reduce_s(layers, setting, pace)
-        last = position == len(stages) - 1
-        if group.zero_level == 3:
-            loads.forward["gather", index] += gather
-            loads.backward["gather", index] += 0.0 if last else gather
-        waits += reduce + (gather if group.zero_level in (1, 2) else 0.0)
-    return waits
+    gathers = [gather_s(group.dtype, layers, setting, pace) for _, layers in stages]
+    waits = sum(reduce_s(layers, setting, pace) for _, layers in stages)
+    if group.zero_level == 3:
+        return (sum(gathers), sum(gathers[:-1])), waits
+    return (0.0, 0.0), waits + (sum(gathers) if group.zero_level else 0.0)
 
 
 def _hop_s(draft: Draft, setting: Setting, above: int, below: int) -> float:

@@ -12,7 +12,7 @@ from zorse_ds.planner.climb import climb
 from zorse_ds.planner.effort import USUAL, Effort, Progress, silent
 from zorse_ds.planner.judge import Case, Judge, Judged
 from zorse_ds.planner.missing import what_is_missing
-from zorse_ds.planner.screen import Costed, screened
+from zorse_ds.planner.screen import screened
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,16 @@ def search(
     chosen, missing = screened(setting, batch, effort, progress)
     if not chosen:
         raise PlannerError(what_is_missing(missing, setting, batch))
-    judge = Judge(setting, batch, effort.events, effort.workers)
-    cases = _by_guess(chosen, judge, effort, progress)
-    judge.judge(cases[: effort.confirmed])
-    for start_from in judge.ranked()[: effort.improved]:
-        climb(start_from, judge, progress)
-    if not judge.ranked():
-        raise PlannerError(what_is_missing(missing, setting, batch))
-    return Found(judge.ranked(), len(chosen) + len(missing), judge.spent)
-
-
-def _by_guess(chosen: list[Costed], judge: Judge, effort: Effort, progress: Progress) -> list[Case]:
-    """The drafts, the fastest first by a short simulation of each."""
-    guesses: list[tuple[float, int]] = []
+    judge = Judge(setting, batch, effort.events, effort.events_at_once, effort.workers)
     cases = [Case(each.draft, each.origin) for each in chosen]
     step = 2 * effort.workers
-    for start in range(0, len(chosen), step):
-        progress("simulating", start, len(chosen))
-        some = cases[start : start + step]
-        for seconds in judge.guess(some, effort.events_at_once):
-            guesses.append((seconds, len(guesses)))
-    return [cases[number] for _, number in sorted(guesses)]
+    for start in range(0, len(cases), step):
+        progress("simulating", start, len(cases))
+        judge.judge(cases[start : start + step])
+    for start_from in judge.ranked()[: effort.improved]:
+        climb(start_from, judge, progress)
+    progress("simulating whole steps", 0, effort.confirmed)
+    ranked = judge.confirmed(effort.confirmed)
+    if not ranked:
+        raise PlannerError(what_is_missing(missing, setting, batch))
+    return Found(ranked, len(chosen) + len(missing), judge.spent)

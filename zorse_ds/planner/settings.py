@@ -3,16 +3,50 @@
 from dataclasses import replace
 from itertools import product
 
-from zorse_ds.cost.activations import activation_table
-from zorse_ds.cost.compute import compute_times
 from zorse_ds.cost.dtypes import MASTER_BYTES
 from zorse_ds.cost.optimizer import step_s
 from zorse_ds.cost.setting import Setting
 from zorse_ds.cost.state import params_of
-from zorse_ds.planner.draft import Draft, GroupDraft, Offload, ZeroLevel
+from zorse_ds.planner.draft import (
+    Draft,
+    GroupDraft,
+    Offload,
+    Stages,
+    ZeroLevel,
+    group_sample_seconds,
+)
 from zorse_ds.planner.traffic import gather_s, ring_pace
 
 OFFLOADS: tuple[Offload, ...] = ("none", "params", "params+activations")
+SIZES = (1, 2, 4, 8, 16)
+"""Largest micro-batches that are tried."""
+MOST_TOKENS = 16384
+"""In a micro-batch: with more, GPUs gain nothing, and the pipeline fills more slowly."""
+AHEADS = (1, 0)
+"""How far stages are ahead of those below; more than one gains nothing."""
+SPARE_SHARE = 0.01
+"""Of a GPU's memory is left free when shards are cut by what is free."""
+
+
+def sizes_of(width: int, setting: Setting, batch: int) -> tuple[int, ...]:
+    """Micro-batch sizes for a group of `width` ranks."""
+    return tuple(
+        size
+        for size in SIZES
+        if size == 1 or (size * width <= batch and size * setting.seq_len <= MOST_TOKENS)
+    )
+
+
+def levels_of(width: int, visits: int) -> tuple[ZeroLevel, ...]:
+    """ZeRO levels for a group: a single visit has nothing to gather twice."""
+    least: ZeroLevel = 0 if width == 1 else 2
+    return (least, 3) if visits > 1 else (least,)
+
+
+def patterns_of(visits: int) -> tuple[tuple[bool, ...], ...]:
+    """Visits that recompute: none, all but the one where the pipeline turns around, all."""
+    none, every = (False,) * visits, (True,) * visits
+    return (none, every) if visits == 1 else (none, (*every[:-1], False), every)
 
 
 def rungs(draft: Draft, index: int, setting: Setting, batch: int) -> list[GroupDraft]:
@@ -23,9 +57,7 @@ def rungs(draft: Draft, index: int, setting: Setting, batch: int) -> list[GroupD
         tuple(visit in again for visit in range(draft.num_visits))
         for again in ((), visits[:-1], visits)
     }
-    alone = len(group.ranks) == 1
-    gathered = draft.schedule == "ministage"
-    levels: tuple[ZeroLevel, ...] = (0 if alone else 2, 3) if gathered else (0 if alone else 2,)
+    levels = levels_of(len(group.ranks), draft.num_visits)
     every = [
         replace(group, recompute=again, zero_level=level, offload=offload, shard_weights=None)
         for again, level, offload in product(recomputes, levels, OFFLOADS)
@@ -36,31 +68,24 @@ def rungs(draft: Draft, index: int, setting: Setting, batch: int) -> list[GroupD
 def _cost(
     draft: Draft, index: int, rung: GroupDraft, setting: Setting, batch: int
 ) -> tuple[float, int, tuple[bool, ...], int]:
-    """Seconds a step that the settings add on an average rank; then what is simpler."""
-    samples = batch / len(rung.ranks)
-    sums = compute_times(setting).sums(rung.gpu_types[0], rung.dtype, rung.size)
+    """Seconds a step that the settings need on an average rank; then what is simpler."""
     stages = draft.stages_of(index)
-    again = sum(sums.forward_s(layers) for visit, layers in stages if rung.recompute[visit])
-    seconds = again / rung.size * samples + host_s(draft, index, rung, setting, batch)
+    each = group_sample_seconds(rung, stages, setting)
+    seconds = batch * sum(each) / len(each) ** 2 + host_s(rung, stages, setting)
     if rung.zero_level == 3:
         pace = ring_pace(rung.ranks, setting)
-        seconds += sum(gather_s(draft, index, layers, setting, pace) for _, layers in stages)
+        seconds += sum(gather_s(rung.dtype, layers, setting, pace) for _, layers in stages)
     return seconds, OFFLOADS.index(rung.offload), rung.recompute, rung.zero_level
 
 
-def host_s(draft: Draft, index: int, group: GroupDraft, setting: Setting, batch: int) -> float:
-    """Seconds a step of copies to and from host memory and of the optimizer there."""
+def host_s(group: GroupDraft, stages: Stages, setting: Setting) -> float:
+    """Seconds a step of the optimizer in host memory, and of what is copied for it."""
     if group.offload == "none":
         return 0.0
     gpu = setting.cluster.gpus[group.ranks[0]]
-    table = activation_table(setting)
     seconds = 0.0
-    for visit, layers in draft.stages_of(index):
+    for _, layers in stages:
         stepped = params_of(setting.model, layers).owned / len(group.ranks)
         seconds += step_s(setting, gpu.type, group.dtype, stepped, on_host=True)
         seconds += 2 * stepped * MASTER_BYTES / gpu.host_bytes_per_s
-        if group.offload == "params+activations":
-            again = int(group.recompute[visit])
-            copied = table.of(layers, group.dtype, again, offloaded=True).host_per_sample
-            seconds += 2 * copied * batch / len(group.ranks) / gpu.host_bytes_per_s
     return seconds

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from zorse_ds.core.gpus import GB_PER_S
+from zorse_ds.core.plan import Dtype
 from zorse_ds.cost.dtypes import DTYPE_BYTES, MASTER_BYTES
 from zorse_ds.cost.setting import Setting
 from zorse_ds.planner.draft import Draft
@@ -103,9 +104,9 @@ def param_bytes(setting: Setting, layers: Range, element: int) -> float:
     return float(element * sum(s.num_params for s in setting.model.shapes[layers.as_slice()]))
 
 
-def gather_s(draft: Draft, index: int, layers: Range, setting: Setting, pace: float) -> float:
+def gather_s(dtype: Dtype, layers: Range, setting: Setting, pace: float) -> float:
     """Seconds of one gather of a stage's parameters."""
-    return pace * param_bytes(setting, layers, DTYPE_BYTES[draft.groups[index].dtype])
+    return pace * param_bytes(setting, layers, DTYPE_BYTES[dtype])
 
 
 def reduce_s(layers: Range, setting: Setting, pace: float) -> float:

@@ -23,11 +23,18 @@ class Piece:
 
 
 @dataclass(slots=True)
+class Input:
+    """An input of a stage after it went in: the place of its gradient, but not its values."""
+
+    grad: Tensor | None = None
+
+
+@dataclass(slots=True)
 class Held:
     """What a micro-batch leaves behind between its forward and the end of its backward."""
 
     size: int
-    inputs: list[Leaf]
+    inputs: list[Input]
     pieces: dict[int, Piece]
     extent: int
     structure: Any = None
@@ -82,12 +89,13 @@ class StageRunner:
         sizes = [window.size for _, window, _ in arrived]
         message = merge([piece for _, _, piece in arrived], sizes)
         leaves = list(message.leaves)
+        inputs = [Input() for _ in leaves]
         if train:
             for i, needs_grad in enumerate(message.needs_grad):
                 if needs_grad:
-                    leaves[i] = leaves[i].detach().requires_grad_()  # type: ignore[union-attr]
+                    leaves[i] = _enter(leaves[i], inputs[i])
         pieces = {index: Piece(window, _shapes(piece)) for index, window, piece in arrived}
-        self.held[micro_batch] = Held(size, leaves, pieces, message.extent)
+        self.held[micro_batch] = Held(size, inputs, pieces, message.extent)
         return unflatten(message.structure, leaves)
 
     def enter_first(self, micro_batch: int, size: int, extent: int) -> None:
@@ -143,10 +151,10 @@ class StageRunner:
         held = self.held[micro_batch]
         piece = held.pieces[transfer]
         leaves: list[Leaf] = [
-            unpad(leaf.grad[piece.window.as_slice()], shape)
-            if isinstance(leaf, Tensor) and leaf.grad is not None and shape is not None
+            unpad(own.grad[piece.window.as_slice()], shape)
+            if own.grad is not None and shape is not None
             else None
-            for leaf, shape in zip(held.inputs, piece.shapes, strict=True)
+            for own, shape in zip(held.inputs, piece.shapes, strict=True)
         ]
         blank = [False] * len(leaves)
         return Message(["list", *"*" * len(leaves)], leaves, blank, blank)
@@ -156,13 +164,40 @@ class StageRunner:
         del self.held[micro_batch]
 
 
+class _Enter(torch.autograd.Function):
+    """The identity. Its gradient goes to an `Input`, so that nobody has to keep the values.
+
+    A leaf would be kept for its gradient, and with it what arrived, though the layers may have
+    saved nothing of it, or put it into host memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, target: Input) -> Tensor:
+        """`anchor` has no elements; it is there to need a gradient."""
+        ctx.target = target
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        """The one gradient of the value."""
+        ctx.target.grad = grad.contiguous()
+        return None, None, None
+
+
+def _enter(value: Leaf, target: Input) -> Tensor:
+    assert isinstance(value, Tensor)
+    anchor = torch.empty(0, dtype=value.dtype, device=value.device, requires_grad=True)
+    entered: Tensor = _Enter.apply(anchor, value.detach(), target)
+    return entered
+
+
 @contextmanager
 def _in_place_explained() -> Iterator[None]:
-    """A stage's input is a leaf of its graph, which a layer must not overwrite."""
+    """A stage's input is where its graph begins, which a layer must not overwrite."""
     try:
         yield
     except RuntimeError as error:
-        if "leaf Variable that requires grad" not in str(error):
+        if f"{_Enter.__name__} is a view and is being modified inplace" not in str(error):
             raise
         raise ModelError(
             "a stage begins with a layer that overwrites its input (inplace=True); expected one "

@@ -5,7 +5,12 @@ from collections.abc import Iterable, Sequence
 from zorse_ds.core.layout import Layout, lay_out
 from zorse_ds.core.plan import Plan
 from zorse_ds.schedule.garbage import collector_paused
-from zorse_ds.schedule.inflight import InFlightLimits, all_in_flight, in_flight_limits
+from zorse_ds.schedule.inflight import (
+    InFlightLimits,
+    all_in_flight,
+    further_ahead,
+    in_flight_limits,
+)
 from zorse_ds.schedule.orders import compute_order
 from zorse_ds.schedule.passes import (
     add_delayed_steps,
@@ -57,5 +62,10 @@ def limits_of(plan: Plan, layout: Layout) -> InFlightLimits:
     tail = turning_tail(plan, plan.schedule)
     if tail:
         bounded = in_flight_limits(layout)
-        limits |= {key: most for key, most in bounded.items() if key[1] in tail}
+        further = further_ahead(layout, plan.ahead)
+        limits |= {
+            key: min(limits[key], most + further[key])
+            for key, most in bounded.items()
+            if key[1] in tail
+        }
     return limits

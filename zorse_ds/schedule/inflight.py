@@ -7,7 +7,9 @@ overlaps it downstream, and those need every micro-batch that overlaps them upst
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate
+from math import ceil
 
 from zorse_ds.core.layout import Layout, MicroBatch
 from zorse_ds.schedule.ticks import forward_ends, forward_ticks
@@ -94,6 +96,34 @@ def all_in_flight(layout: Layout) -> InFlightLimits:
             key = (micro_batch.rank, stage)
             limits[key] = limits.get(key, 0) + 1
     return limits
+
+
+def further_ahead(layout: Layout, ahead: int) -> InFlightLimits:
+    """What is added to the limits for every stage to be further ahead of the one below.
+
+    At each boundary by `ahead` times the samples that the wider of its two stages runs at once; a
+    rank has its share of them, in its own micro-batches. With the least limits a stage that is late
+    once, for a message or because its neighbour cuts its time otherwise, holds all others up.
+    """
+    counts = [_numbers(own) for own in layout.micro_batches]
+    more: InFlightLimits = {}
+    # Samples are counted as parts of the batch: a stage runs the part 1/n of it at once.
+    part = Fraction(0)
+    for stage in reversed(range(layout.num_stages)):
+        if stage + 1 < layout.num_stages:
+            fewest = min(max(counts[stage].values()), max(counts[stage + 1].values()))
+            part += Fraction(ahead, fewest)
+        for rank, number in counts[stage].items():
+            more[rank, stage] = ceil(part * number)
+    return more
+
+
+def _numbers(micro_batches: Sequence[MicroBatch]) -> dict[int, int]:
+    """How many micro-batches each rank has."""
+    numbers: dict[int, int] = {}
+    for each in micro_batches:
+        numbers[each.rank] = numbers.get(each.rank, 0) + 1
+    return numbers
 
 
 def _most_within_reach(
