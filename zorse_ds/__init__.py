@@ -1,21 +1,23 @@
 """zorse_ds: train Hugging Face language models on mixed GPUs, exactly as one process would.
 
-Names are loaded when first used, so that planning and showing a plan never load torch.
+Names are loaded when first used, so that planning never loads torch, and the watch process
+of a job loads nothing but the standard library.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from zorse_ds.core.plan import Plan
-from zorse_ds.errors import ZorseError
-
 if TYPE_CHECKING:
+    from zorse_ds.core.plan import Plan
+    from zorse_ds.errors import ZorseError
     from zorse_ds.integrations.deepspeed import ZorseEngine, ZorsePipelineModule, initialize
     from zorse_ds.integrations.huggingface.pretrained import from_config, from_pretrained
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Plan": "zorse_ds.core.plan",
+    "ZorseError": "zorse_ds.errors",
     "ZorseEngine": "zorse_ds.integrations.deepspeed",
     "ZorsePipelineModule": "zorse_ds.integrations.deepspeed",
     "initialize": "zorse_ds.integrations.deepspeed",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,17 +25,46 @@ STAGES = (0, 0, 1, 2)
 STEP = rf" of step {FAILS_AT}"
 
 
-def run(folder: Path, way: str, rank: int) -> tuple[list[Ended], float]:
+def run(
+    folder: Path, way: str, rank: int, then: Callable[[list[Ended]], None] = lambda ranks: None
+) -> tuple[list[Ended], float]:
     """What became of all, and the seconds from the failure to the end of the last process."""
     before = set(Path("/dev/shm").iterdir())
     ranks = start(failing_job.main, [str(folder), way, str(rank)], WORLD_SIZE, folder)
+    until = time.monotonic() + 60.0
+    while not (folder / "failed").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    then(ranks)
     outcome(ranks, folder, timeout_s=90)
     own = tuple(f"torch_{each.pid}_" for each in ranks)
     left = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
     assert not [name for name in left if name.startswith((*own, "deepspeed_"))]
+    assert not left_alive(folder)
     assert CheckpointFolder(folder / "ckpt").latest() == f"global_step{FAILS_AT - 1}"
     failed_at = (folder / "failed").stat().st_mtime
     return ranks, max(each.ended_at for each in ranks) - failed_at
+
+
+def stop_all(ranks: list[Ended]) -> None:
+    """As a host that swaps or a scheduler might."""
+    time.sleep(0.5)
+    for each in ranks:
+        os.kill(each.pid, signal.SIGSTOP)
+
+
+def left_alive(folder: Path) -> list[str]:
+    """Command lines of processes that write where the ranks wrote, after a moment to go."""
+    until = time.monotonic() + 3.0
+    while (left := list(_writers(folder))) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
+
+
+def _writers(folder: Path) -> Iterator[str]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if Path(os.readlink(process / "fd" / "2")).is_relative_to(folder):
+                yield (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
 def tellers(ranks: list[Ended]) -> list[int]:
@@ -96,4 +130,31 @@ def test_a_rank_that_hangs_is_named_with_what_all_were_doing(rank: int, tmp_path
     assert text.count("the last instruction of each rank") == 1
     assert "Traceback" not in text, text
     assert "failing_job.py" in told and "time.sleep(3600)" in told, text
+    assert seconds < HANGING_GONE_S
+
+
+@pytest.mark.parametrize("rank", [0, 2, 3])
+@pytest.mark.parametrize("way", ["stop", "spin"])
+def test_a_process_that_cannot_answer_is_named_and_ended(
+    way: str, rank: int, tmp_path: Path
+) -> None:
+    ranks, seconds = run(tmp_path, way, rank)
+    text = everything(ranks)
+    assert ranks[rank].code == -9, text
+    assert all(each.code in (1, EXIT_PEER) for i, each in enumerate(ranks) if i != rank), text
+    assert tellers(ranks) == [0 if rank else 1], text
+    told = ranks[tellers(ranks)[0]].output
+    assert re.search(rf"zorse: {named(rank)} stopped answering: no progress for [\d.]+ s", told)
+    assert re.search(rf"\n  rank {rank}: .* of step [123], then no answer", told), text
+    for other in {*range(WORLD_SIZE)} - {rank}:
+        assert re.search(rf"\n  rank {other}: .* of step {FAILS_AT}, for [\d.]+ s", told), text
+    assert seconds < HANGING_GONE_S
+
+
+def test_when_all_stop_the_watch_process_ends_and_names_them(tmp_path: Path) -> None:
+    ranks, seconds = run(tmp_path, "sleep", 0, then=stop_all)
+    text = everything(ranks)
+    assert [each.code for each in ranks] == [-9] * WORLD_SIZE, text
+    assert tellers(ranks) == [0], text
+    assert re.search(rf"zorse: {named(0)}, .* and {named(3)} stopped answering", ranks[0].output)
     assert seconds < HANGING_GONE_S

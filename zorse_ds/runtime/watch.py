@@ -1,8 +1,8 @@
 """The watch of a rank: a thread that tells the others when it fails, and ends it when one did.
 
 It needs neither gloo nor NCCL, in whose calls the main thread may be stuck: each rank holds one TCP
-connection to a hub on the first rank. Nothing is sent from step to step but, once a second, which
-instruction is running.
+connection to a hub, in the watch process of the first rank's host. Nothing is sent from step to
+step but, once a second, which instruction is running.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any
 
 from zorse_ds.errors import DataError, PeerError, TransportError, WorldError
 from zorse_ds.runtime import watch_verdict as verdicts
-from zorse_ds.runtime.watch_hub import POLL_S, Hub, plain
+from zorse_ds.runtime.watch_hub import PAUSE_S, POLL_S, plain
 from zorse_ds.runtime.watch_stack import stack_of, waits_for_others
 from zorse_ds.runtime.watch_verdict import UNKNOWN, Place, State, Verdict
 from zorse_ds.runtime.watch_wire import Line, ready
@@ -35,8 +35,6 @@ LAST_WORDS_S = 3.0
 """How long the others wait for the rank that failed to print its traceback and end."""
 OWN_END_S = 2.0
 """How long a main thread may take to end by itself after that."""
-STOPPED_END_S = 1.0
-"""How long main threads may take to end by themselves when a rank does not answer."""
 FAILED_END_S = 10.0
 """How long the rank that failed may take to end."""
 
@@ -47,8 +45,7 @@ Doing = Callable[[], tuple[str, float] | None]
 class Watch:
     """Constructed by the main thread of each rank of a job, with the hub's address.
 
-    `places` are all ranks; `hub` is set on the first. Raises `WorldError` when the hub is out of
-    reach.
+    `places` are all ranks. Raises `WorldError` when the hub is out of reach.
     """
 
     def __init__(
@@ -58,13 +55,12 @@ class Watch:
         address: tuple[str, int],
         token: str,
         timeout_s: float,
-        hub: Hub | None,
     ) -> None:
-        self._rank, self._places, self._hub, self._timeout_s = rank, places, hub, timeout_s
+        self._rank, self._places, self._timeout_s = rank, places, timeout_s
         self.doing: Doing = lambda: None
         self.verdict: Verdict | None = None
         self._step: int | None = None
-        self._since = time.perf_counter()
+        self._since = self._awake_since = time.perf_counter()
         self._main = threading.get_ident()
         self._first = UNKNOWN
         self._failed = self._wire_failed = False
@@ -123,15 +119,11 @@ class Watch:
             self._line.send({"bye": True})
             self._thread.join(timeout=2.0)
         self._line.close()
-        if self._hub is not None:
-            self._hub.close()
 
     def forget(self) -> None:
         """In a forked child: its open connections would hide that the parent died."""
         self.is_open = False
         self._line.close()
-        if self._hub is not None:
-            self._hub.forget()
 
     def _was_first(self) -> bool:
         """This rank's own error is the reason, or nobody could tell another."""
@@ -145,8 +137,11 @@ class Watch:
     # ---- the thread
 
     def _run(self) -> None:
-        told_at = 0.0
+        told_at, last = 0.0, time.monotonic()
         while self.is_open and self.verdict is None:
+            if time.monotonic() - last > PAUSE_S:
+                self._awake_since = time.perf_counter()
+            last = time.monotonic()
             if ready([self._line], POLL_S):
                 self._receive()
             if time.monotonic() - told_at >= TOLD_EVERY_S:
@@ -159,9 +154,8 @@ class Watch:
     def _receive(self) -> None:
         messages = self._line.receive()
         if messages is None:
-            # The hub lives on the first rank.
             if self.is_open and self.verdict is None:
-                self._take(verdicts.gone(self._places[0], self._first))
+                self._take(verdicts.hub_gone(self._places[0], self._first))
             self._ended.set()
             return
         for message in messages:
@@ -189,7 +183,7 @@ class Watch:
         if is_stuck and self._told_at is None:
             self._told_at = now
             self._line.send({"stuck": True, "state": plain(state)})
-        if self._told_at is not None and now > self._told_at + HUB_S and self._rank != 0:
+        if self._told_at is not None and now > self._told_at + HUB_S:
             places = self._places[0], self._places[self._rank]
             self._take(verdicts.silent_hub(places[0], self._first, places[1], state))
 
@@ -201,7 +195,8 @@ class Watch:
         if step is None:
             return State(None, "no step", now - self._since, waits, stack)
         text, since = doing or ("the start", self._since)
-        return State(step, text, now - max(since, self._since), waits, stack)
+        age_s = now - max(since, self._since, self._awake_since)
+        return State(step, text, age_s, waits, stack)
 
     # ---- the end
 
@@ -216,7 +211,6 @@ class Watch:
             sys.stderr.write(f"zorse: {verdict.text}\n")
             sys.stderr.flush()
         if verdict.kind == "silent":
-            self._end_those_that_cannot(verdict)
             _end_process(EXIT_PEER)
         self._wait_for_the_end_of_others()
         time.sleep(OWN_END_S)
@@ -233,15 +227,6 @@ class Watch:
         own = self._places[self._rank].host
         here = [place.rank for place in self._places if place.host == own]
         return self._rank == min(here, key=lambda rank: (rank in verdict.ranks, rank))
-
-    def _end_those_that_cannot(self, verdict: Verdict) -> None:
-        """A stopped process of this host does not hear that all end."""
-        own = self._places[self._rank]
-        time.sleep(STOPPED_END_S)
-        for place in self._places:
-            if place.rank in verdict.ranks and place.home == own.home and place != own:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(place.pid, 9)
 
 
 def _connected(rank: int, address: tuple[str, int], token: str) -> Line:

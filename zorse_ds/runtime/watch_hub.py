@@ -1,4 +1,4 @@
-"""The first rank's part of the watch: it hears of every rank and says why all end."""
+"""The middle of the watch, in a process of its own: it hears of all ranks and says why all end."""
 
 import contextlib
 import hmac
@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from zorse_ds.runtime import watch_verdict as verdicts
@@ -19,6 +19,8 @@ CAUSE_S = 1.0
 ANSWER_S = 1.0
 """How long a rank may take to say what it is doing."""
 SEND_S = 1.0
+PAUSE_S = 5.0
+"""Nobody is blamed for time in which this process did not run either (a suspended job)."""
 
 
 class Hub:
@@ -30,7 +32,9 @@ class Hub:
         self.port: int = self._listening.getsockname()[1]
         self._strangers: list[Line] = []
         self._lines: dict[int, Line] = {}
+        self._guards: list[Line] = []
         self._last: dict[int, State] = {}
+        self._heard_at: dict[int, float] = {}
         self._answers: dict[int, State] = {}
         self._suspect: tuple[Verdict, float] | None = None
         self._cause_until = self._answers_until = float("inf")
@@ -39,29 +43,36 @@ class Hub:
         self._thread = threading.Thread(target=self._run, name="zorse-hub", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread; the ranks that are left are told that nobody watches any more."""
+    def wait(self, timeout_s: float) -> None:
+        """Until all ranks have left; those that are left then hear that nobody watches any more."""
+        self._thread.join(timeout_s)
         self._closing = True
         self._thread.join(timeout=2.0)
 
-    def forget(self) -> None:
-        """In a forked child: leave the parent's connections alone."""
-        ends: list[Any] = [self._listening, *self._strangers, *self._lines.values()]
-        for open_end in ends:
-            with contextlib.suppress(OSError):
-                open_end.close()
-
     def _run(self) -> None:
-        while not self._closing:
-            waiting: list[Any] = [self._listening, *self._strangers, *self._lines.values()]
-            for end in ready(waiting, POLL_S):
+        last = time.monotonic()
+        while not self._closing and not self._is_over():
+            for end in ready(self._ends(), POLL_S):
                 if end is self._listening:
                     self._welcome()
                 else:
                     self._hear(end)
-            self._look_at_the_clock()
+            now = time.monotonic()
+            if now - last > PAUSE_S:
+                self._heard_at = dict.fromkeys(self._heard_at, now)
+            last = now
+            self._look_at_the_clock(now)
         self._tell({"bye": True})
-        self.forget()
+        for open_end in self._ends():
+            with contextlib.suppress(OSError):
+                open_end.close()
+
+    def _ends(self) -> list[Any]:
+        return [self._listening, *self._strangers, *self._guards, *self._lines.values()]
+
+    def _is_over(self) -> bool:
+        """There were ranks, and all have left."""
+        return bool(self._heard_at) and not self._lines and not self._strangers
 
     def _welcome(self) -> None:
         connection, _ = self._listening.accept()
@@ -73,6 +84,11 @@ class Hub:
         messages = line.receive()
         if line in self._strangers:
             self._introduce(line, messages)
+            return
+        if line in self._guards:
+            # The ranks of its host have gone, of which the hub hears by itself.
+            self._guards.remove(line)
+            line.close()
             return
         rank = next(rank for rank, own in self._lines.items() if own is line)
         if messages is None:
@@ -89,8 +105,14 @@ class Hub:
         if not known:
             line.close()
             return
+        if first.get("guard"):
+            self._guards.append(line)
+            if self._verdict is not None:
+                line.send({"verdict": self._verdict.to_dict()})
+            return
         rank = int(first["rank"])
         self._lines[rank] = line
+        self._heard_at[rank] = time.monotonic()
         line.send({"welcome": True})
         for message in (messages or [])[1:]:
             self._heard(rank, message)
@@ -107,7 +129,7 @@ class Hub:
             self._lines.pop(rank).close()
             return
         state = State(**message["state"])
-        self._last[rank] = state
+        self._last[rank], self._heard_at[rank] = state, time.monotonic()
         if message.get("answer"):
             self._answers[rank] = state
         elif message.get("stuck"):
@@ -122,8 +144,9 @@ class Hub:
         elif rank == 0:
             self._tell({"first": message["state"]})
 
-    def _look_at_the_clock(self) -> None:
-        now = time.monotonic()
+    def _look_at_the_clock(self, now: float) -> None:
+        if any(self._is_overdue(rank, now) for rank in self._lines):
+            self._ask()
         if self._verdict is None and now >= self._cause_until:
             self._cause_until = float("inf")
             self._ask()
@@ -131,6 +154,11 @@ class Hub:
         asked = self._answers_until < float("inf")
         if self._verdict is None and asked and (answered or now >= self._answers_until):
             self._decide(self._judge())
+
+    def _is_overdue(self, rank: int, now: float) -> bool:
+        """Its process was in a step and does not even say so any more."""
+        in_step = self._last.get(rank, UNKNOWN).step is not None
+        return in_step and now - self._heard_at[rank] > self._timeout_s
 
     def _ask(self) -> None:
         if self._answers_until == float("inf"):
@@ -143,7 +171,12 @@ class Hub:
         all_answer = self._answers.keys() >= self._lines.keys()
         if self._suspect is not None and all_answer and self._suspect[1] < 0.9 * self._timeout_s:
             return self._suspect[0]
-        return verdicts.silent(watched, self._last, self._answers, self._timeout_s)
+        now = time.monotonic()
+        last = {
+            rank: replace(state, age_s=state.age_s + now - self._heard_at[rank])
+            for rank, state in self._last.items()
+        }
+        return verdicts.silent(watched, last, self._answers, self._timeout_s)
 
     def _decide(self, verdict: Verdict) -> None:
         if self._verdict is None:
@@ -153,7 +186,7 @@ class Hub:
                 self._tell({"ended": True})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for line in list(self._lines.values()):
+        for line in [*self._lines.values(), *self._guards]:
             line.send(message)
 
 

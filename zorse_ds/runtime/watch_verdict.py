@@ -99,7 +99,8 @@ def silent(
         how = "wait for each other"
     *others, last_named = [str(place) for place in places if place.rank in named]
     who = f"{', '.join(others)} and {last_named}" if others else last_named
-    waited_s = max((state.age_s for state in answers.values() if state.step), default=0.0)
+    known = {**last, **answers}.values()
+    waited_s = max((state.age_s for state in known if state.step), default=0.0)
     lines = [
         f"{who} {how}: no progress for {waited_s:.1f} s (zorse.timeout_s is {timeout_s:g}); "
         "the last instruction of each rank:"
@@ -111,12 +112,22 @@ def silent(
 
 
 def silent_hub(first: Place, last: State, own: Place, state: State) -> Verdict:
-    """The first rank does not answer, so nobody knows what the others are doing."""
+    """The hub does not answer, so nobody knows what the others are doing."""
     text = (
-        f"{first} stopped answering: last heard of at {last}; {own} is at {state} for "
+        f"the watch on the host of {first} stopped answering: the host is stopped, overloaded or "
+        f"out of reach; that rank was last heard of at {last}; {own} is at {state} for "
         f"{state.age_s:.1f} s"
     )
     return Verdict("silent", (first.rank,), text)
+
+
+def hub_gone(first: Place, last: State) -> Verdict:
+    """The hub's connection broke: more than a rank of its host is lost."""
+    text = (
+        f"the watch on the host of {first} is gone: its process was killed, or the host is lost; "
+        f"that rank was last heard of at {last}"
+    )
+    return Verdict("gone", (first.rank,), text)
 
 
 def _lines_of(place: Place, state: State, is_named: bool, answered: bool) -> list[str]:

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import PeerError
+from zorse_ds.integrations.deepspeed.agreement import together
+from zorse_ds.runtime import watch_process
 from zorse_ds.runtime.dist_world import DistWorld
 from zorse_ds.runtime.watch import Watch
-from zorse_ds.runtime.watch_hub import Hub
+from zorse_ds.runtime.watch_process import Duty
 from zorse_ds.runtime.watch_verdict import Place
 from zorse_ds.runtime.worker import Worker
 from zorse_ds.schedule.instructions import describe
@@ -73,19 +76,22 @@ class Failures:
 
 
 def _start(world: DistWorld, plan: Plan, device: torch.device, timeout_s: float) -> Watch:
-    """Collective: the first rank opens the hub, all connect."""
-    place = _own_place(world.rank, plan, device)
-    places: list[Any] = world.gather_objects(place)
-    hub: Hub | None = None
+    """Collective: each host starts a watch process, of which the first one's holds the hub."""
+    own = _own_place(world.rank, plan, device)
+    places: list[Any] = world.gather_objects(own)
+    duty = Duty(tuple(places), own.home, secrets.token_hex(16), timeout_s)
     offer: tuple[tuple[str, int], str] | None = None
-    if world.rank == 0:
-        token = secrets.token_hex(16)
-        hub = Hub(places, token, timeout_s)
-        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        offer = ((host, hub.port), token)
+    with together("starting the watch"):
+        if world.rank == 0:
+            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+            offer = ((host, watch_process.start(duty)), duty.token)
     offers: list[Any] = world.gather_objects(offer)
     address, token = offers[0]
-    return Watch(world.rank, places, address, token, timeout_s, hub)
+    with together("starting the watch"):
+        at_home = [place.rank for place in places if place.home == own.home]
+        if world.rank == at_home[0] != 0:
+            watch_process.start(replace(duty, token=token, address=address))
+    return Watch(world.rank, places, address, token, timeout_s)
 
 
 def _own_place(rank: int, plan: Plan, device: torch.device) -> Place:
