@@ -16,6 +16,7 @@ from zorse_ds.integrations.deepspeed.config import (
     load_config,
     plan_from_config,
     settings_of,
+    settled_plan,
 )
 from zorse_ds.integrations.deepspeed.optimizer import rebound
 
@@ -242,3 +243,23 @@ def test_a_client_optimizer_must_be_fresh_and_element_wise() -> None:
     used.step()
     with pytest.raises(ConfigError, match="expected a fresh one"):
         rebound(used, [{"params": [parameter]}])
+
+
+def test_a_plan_of_the_environment_goes_before_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Plan.from_dict(
+        PLAN_DICT
+        | {"groups": PLAN_DICT["groups"][:1], "stages": [{"group": "a", "layers": [0, 5]}]}
+    )
+    told.save(tmp_path / "told.json")
+    monkeypatch.setenv("ZORSE_PLAN", str(tmp_path / "told.json"))
+    assert settled_plan(PLAN, {"zorse": {"plan": PLAN_DICT}}) == told
+    check_config({"zorse": {"plan": PLAN_DICT}}, told)
+    larger = [{"name": "a", "gpus": [{"rank": 0, "micro_batches": [8]}]}]
+    other = Plan.from_dict(told.to_dict() | {"global_batch_size": 8, "groups": larger})
+    with pytest.raises(PlanError, match="global_batch_size is 6, but the script's plan has 8"):
+        settled_plan(other, None)
+    monkeypatch.delenv("ZORSE_PLAN")
+    assert settled_plan(PLAN, None) == PLAN
+    assert settled_plan(None, None) is None

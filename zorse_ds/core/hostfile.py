@@ -36,6 +36,12 @@ def check_slots(path: str | Path) -> None:
     _lines(_text_of(path), str(path), _slot_faults)
 
 
+def slots_of(path: str | Path) -> list[tuple[str, int]]:
+    """Hosts and their slots, in order; types may be missing. Raises `ClusterError`."""
+    lines = _lines(_text_of(path), str(path), _slot_faults)
+    return [(host, int(settings["slots"])) for host, settings in lines]
+
+
 def _text_of(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")

@@ -1,10 +1,12 @@
 """The DeepSpeed JSON: its `zorse` section, and what in the rest would contradict a plan."""
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from zorse_ds.core.handover import PLAN_VARIABLE
 from zorse_ds.core.plan import Plan
 from zorse_ds.core.strict import StrictModel, problems_of
 from zorse_ds.errors import ConfigError, PlanError
@@ -76,6 +78,27 @@ def settings_of(config: dict[str, Any]) -> ZorseSettings:
         ) from None
 
 
+def settled_plan(plan: Plan | None, config: str | Path | dict[str, Any] | None) -> Plan | None:
+    """The plan of the environment, else the one given, else the config's, else None.
+
+    Raises `ConfigError`, `PlanError`.
+    """
+    told = _plan_from_environment()
+    if told is None:
+        return plan if plan is not None or config is None else plan_from_config(config)
+    if plan is not None and plan.global_batch_size != told.global_batch_size:
+        raise PlanError(
+            f"{os.environ[PLAN_VARIABLE]}: global_batch_size is {told.global_batch_size}, but the "
+            f"script's plan has {plan.global_batch_size}; expected the same"
+        )
+    return told
+
+
+def _plan_from_environment() -> Plan | None:
+    path = os.environ.get(PLAN_VARIABLE)
+    return Plan.load(path) if path else None
+
+
 def plan_from_config(config: str | Path | dict[str, Any]) -> Plan | None:
     """The plan that a DeepSpeed JSON names or holds, or None. Raises `ConfigError`, `PlanError`."""
     plan = settings_of(load_config(config)).plan
@@ -102,7 +125,7 @@ def check_config(config: dict[str, Any], plan: Plan) -> ZorseSettings:
     """
     settings = settings_of(config)
     problems = config_problems(config, plan)
-    named = plan_from_config(config)
+    named = _plan_from_environment() or plan_from_config(config)
     if named is not None and named != plan:
         problems.append(
             "zorse.plan differs from the plan the model was made with; expected the same, or no "

@@ -186,6 +186,7 @@ class ZorseEngine(PipelineEngine):
         with self.parts.failures.step(number):
             self._batch = self._next_global_batch(self.data_iterator, f"step {number}")
             loss = super().train_batch()
+        self.parts.progress.note(number)
         self._notice.obey(self, self.report)
         return loss
 

@@ -1,5 +1,6 @@
 """What an engine is made of besides DeepSpeed, agreed before DeepSpeed's constructor runs."""
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from deepspeed.utils import log_dist
 from torch import Tensor
 
+from zorse_ds.core.handover import PROGRESS_VARIABLE, ProgressNotes
 from zorse_ds.core.plan import Plan
 from zorse_ds.integrations.deepspeed.agreement import (
     agree_on_config,
@@ -66,6 +68,8 @@ class EngineParts:
         )
         self.failures = Failures(self.world, self.plan, self.device, self.settings.timeout_s)
         self.rank = self.world.rank
+        told = os.environ.get(PROGRESS_VARIABLE) if self.rank == 0 else None
+        self.progress = ProgressNotes(told)
         self.group = self.plan.group_of_rank(self.rank)
         model.mpu().attach(self.world, self.group.ranks)
         log_dist(f"zorse: {stepping}", ranks=[0])

@@ -18,7 +18,7 @@ from torch import nn
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import PlanError
 from zorse_ds.integrations.deepspeed.agreement import agree_on_model, together
-from zorse_ds.integrations.deepspeed.config import plan_from_config
+from zorse_ds.integrations.deepspeed.config import settled_plan
 from zorse_ds.integrations.deepspeed.data import CollateFn
 from zorse_ds.integrations.deepspeed.layers import Layer, LayerListStages
 from zorse_ds.integrations.deepspeed.topology import ZorseGrid, ZorseTopology
@@ -74,8 +74,7 @@ class ZorsePipelineModule(PipelineModule):
         source: StageSource | None = None,
         collate_fn: CollateFn | None = None,
     ) -> None:
-        if plan is None and config is not None:
-            plan = plan_from_config(config)
+        plan = settled_plan(plan, config)
         if plan is None:
             raise PlanError(
                 "ZorsePipelineModule was given no plan; expected plan=Plan.load(path), or a config "

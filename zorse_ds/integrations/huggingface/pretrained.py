@@ -19,8 +19,8 @@ from zorse_ds.integrations.deepspeed.agreement import together
 from zorse_ds.integrations.deepspeed.config import (
     check_config,
     load_config,
-    plan_from_config,
     settings_of,
+    settled_plan,
 )
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, init_distributed
 from zorse_ds.integrations.huggingface.adapter_saving import (
@@ -127,8 +127,7 @@ def _module_of(
     caller: str,
 ) -> ZorsePipelineModule:
     """The module of the stages that `read` gives. Collective."""
-    if plan is None and config is not None:
-        plan = plan_from_config(config)
+    plan = settled_plan(plan, config)
     if plan is None:
         raise PlanError(
             f"{caller} was given no plan; expected plan=Plan.load(path), or a config with "
