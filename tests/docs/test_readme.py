@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 import zorse_ds
+from zorse_ds.integrations.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -175,6 +176,13 @@ def test_command_runs(command: str, folder: Path) -> None:
 def test_json_is_valid_and_its_plans_parse(block: Block) -> None:
     for plan in plans_in(json.loads(block.body)):
         zorse_ds.Plan.from_dict(plan)
+
+
+def test_the_recipe_parses() -> None:
+    values = [json.loads(block.body) for block in JSON_BLOCKS]
+    (recipe,) = [value for value in values if {"model", "data"} <= set(value)]
+    parsed = Recipe.from_dict(recipe).model_dump(mode="json")
+    assert all(parsed[key] == value for key, value in recipe.items() if type(value) is not dict)
 
 
 @pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=by_line)

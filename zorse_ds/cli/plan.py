@@ -78,6 +78,12 @@ TODAY = "plan"
 """The name of the answer that is no what-if."""
 
 
+def find_plan(setting: Setting, global_batch: int) -> Plan:
+    """The fastest plan for all GPUs. Raises `PlannerError`."""
+    with _progress(TODAY) as report:
+        return choose(setting, global_batch, "time", _effort(1.0), report).found.best.plan
+
+
 def _options(
     setting: Setting, global_batch: int, add: list[str], without: list[str], batch: list[int]
 ) -> dict[str, tuple[Setting, int]]:

@@ -15,6 +15,7 @@ from zorse_ds.cli.profile import profile
 from zorse_ds.cli.run import run
 from zorse_ds.cli.show import show
 from zorse_ds.cli.simulate import simulate
+from zorse_ds.cli.train import train
 from zorse_ds.errors import ZorseError
 
 USER_ERROR = 2
@@ -38,6 +39,7 @@ app.command("profile")(profile)
 app.command("run")(run)
 app.command("show")(show)
 app.command("simulate")(simulate)
+app.command("train")(train)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,7 +1,7 @@
 """What commands that judge plans read from files: cluster, model and measured times."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from zorse_ds.core.cluster_files import cluster_from
 from zorse_ds.core.model import ModelShape
@@ -22,7 +22,7 @@ def load_setting(
     model: Path | None = None,
     shape: Path | None = None,
     profile: Path | None = None,
-    adapters: Path | None = None,
+    adapters: str | Path | dict[str, Any] | None = None,
 ) -> Setting:
     """The setting of a command. What a profile lacks is estimated from the GPU catalogue.
 
@@ -44,7 +44,10 @@ def load_setting(
 
 
 def _model(
-    model: Path | None, shape: Path | None, profile: Profile | None, adapters: Path | None
+    model: Path | None,
+    shape: Path | None,
+    profile: Profile | None,
+    adapters: str | Path | dict[str, Any] | None,
 ) -> ModelShape:
     if model is not None and shape is not None:
         raise ConfigError("--model and --shape are both given; expected one of them")

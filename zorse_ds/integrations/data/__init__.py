@@ -1,11 +1,13 @@
 """Text of many forms as fixed-length samples for causal language models."""
 
 from zorse_ds.integrations.data.chat import tokenise_chat
+from zorse_ds.integrations.data.holdout import Holdout
 from zorse_ds.integrations.data.packing import tokenise_and_pack
 from zorse_ds.integrations.data.prepare import cache_key, prepare_once, prepare_text
 from zorse_ds.integrations.data.source import load_source, source_files
 
 __all__ = [
+    "Holdout",
     "cache_key",
     "load_source",
     "prepare_once",

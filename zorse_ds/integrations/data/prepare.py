@@ -12,6 +12,7 @@ import datasets
 
 from zorse_ds.errors import DataError
 from zorse_ds.integrations.data.chat import tokenise_chat
+from zorse_ds.integrations.data.holdout import Holdout
 from zorse_ds.integrations.data.packing import tokenise_and_pack
 from zorse_ds.integrations.data.source import Source, load_source, source_files
 
@@ -30,6 +31,7 @@ def prepare_text(
     split: str | None = None,
     text_column: str = "text",
     num_proc: int | None = None,
+    holdout: Holdout | None = None,
 ) -> datasets.Dataset:
     """Load and tokenise `source` once, in one process; open the result in all.
 
@@ -39,11 +41,14 @@ def prepare_text(
     Collective: every rank calls this, with the same arguments save `builds`, which is true on one
     rank of each file system (rank 0, or local rank 0 of every node). See `load_source` for
     `source` and `split`, `tokenise_and_pack` for the samples, `prepare_once` for the rest.
+    `holdout` takes one side of the documents only.
     """
-    key = cache_key(source_files(source), tokenizer, seq_len, text_column, split)
+    key = cache_key(source_files(source), tokenizer, seq_len, text_column, split, holdout)
 
     def build() -> datasets.Dataset:
         text = load_source(source, split, text_column=text_column)
+        if holdout is not None:
+            text = holdout.side_of(text)
         columns = text.column_names
         if text_column not in columns and "input_ids" not in columns:
             return tokenise_chat(text, tokenizer, seq_len, num_proc=num_proc)
@@ -105,6 +110,7 @@ def cache_key(
     seq_len: int,
     text_column: str,
     split: str | None = None,
+    holdout: Holdout | None = None,
 ) -> str:
     """Return a name, 32 hexadecimal digits, that changes when the packed samples may change.
 
@@ -118,6 +124,7 @@ def cache_key(
         "seq_len": seq_len,
         "text_column": text_column,
         "split": split,
+        "holdout": holdout and str(holdout),
     }
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
