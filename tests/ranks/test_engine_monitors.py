@@ -58,7 +58,6 @@ def test_csv_files_hold_each_step_once(tmp_path: Path) -> None:
         assert header[0] == "step"
         assert [int(step) for step, _ in rows] == POSITIONS
         assert_close([float(value) for _, value in rows], expected, name)
-    assert len(list((tmp_path / "job").iterdir())) == 3  # Loss, rate and the loss of evaluation.
 
 
 def test_tensorboard_holds_each_step_once(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def _write_files(
         events = chrome_trace(simulation.timeline, simulation.background, labels)
         write_text(trace, json.dumps(events))
     if picture is not None:
-        from zorse_ds.cli.picture import draw_timeline
+        from zorse_ds.integrations.picture import draw_timeline
 
         draw_timeline(simulation.timeline, simulation.background, labels, picture)
 

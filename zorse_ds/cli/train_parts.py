@@ -61,11 +61,12 @@ def job_of(recipe: Recipe) -> Job:
     folder = RunFolder(recipe.output)
     tokenizer = load_tokenizer(recipe.model)
     plan, setting = _plan_of(recipe)
-    config = config_of(recipe, plan, folder)
+    predicted_step_s = None if setting is None else simulated(plan, setting).step_s
+    cluster = None if setting is None else setting.cluster.to_dict()
+    config = config_of(recipe, plan, folder, cluster, predicted_step_s)
     # The plan's file is not written yet.
     check_config({**config, "zorse": {**config["zorse"], "plan": None}}, plan)
     command = command_of(recipe, plan, folder)
-    predicted_step_s = None if setting is None else simulated(plan, setting).step_s
     samples = load_samples(recipe, tokenizer)
     return Job(
         recipe=recipe,

@@ -32,6 +32,19 @@ class CheckpointSettings(StrictModel):
     """Checkpoints of a folder that stay; older ones are removed."""
 
 
+class MonitorSettings(StrictModel):
+    """What DeepSpeed's monitors are told besides loss and learning rate."""
+
+    cluster: dict[str, Any] | None = None
+    """A cluster's description: names the GPU types, and is kept beside the curves."""
+    predicted_step_s: float | None = Field(default=None, gt=0)
+    """By `zorse simulate`, to be compared with what is measured."""
+    picture_every: int | None = Field(default=None, ge=1)
+    """Steps between two pictures of the timeline."""
+    folder: str | None = Field(default=None, min_length=1)
+    """Where pictures and W&B's files go; a run that goes on there goes on in W&B too."""
+
+
 class ZorseSettings(StrictModel):
     """The `zorse` section."""
 
@@ -41,6 +54,7 @@ class ZorseSettings(StrictModel):
     """LoRA for `from_pretrained`: a `peft` configuration, or the path of one."""
     data: DataSettings = DataSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    monitor: MonitorSettings = MonitorSettings()
     optimizer_step: Literal["auto", "interleaved", "delayed"] = "auto"
     """`interleaved`: each stage steps as soon as its backward ends; `delayed`: all at the end."""
     transport: Literal["auto", "direct", "staged"] = "auto"

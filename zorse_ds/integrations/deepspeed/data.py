@@ -27,33 +27,46 @@ class GlobalBatch(Protocol):
         """`(inputs, labels)` of some samples."""
 
 
-class IndexedBatch:
+class _Collating:
+    """Collates samples, and remembers how many tokens those had that were loaded."""
+
+    def __init__(self, num_samples: int, collate_fn: CollateFn) -> None:
+        self.num_samples, self._collate_fn = num_samples, collate_fn
+        self.tokens: dict[Range, int] = {}
+
+    def _collated(self, samples: Range, rows: list[Any]) -> tuple[Any, Any]:
+        if all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
+            self.tokens[samples] = sum(len(row["input_ids"]) for row in rows)
+        return as_pair(self._collate_fn(rows))
+
+
+class IndexedBatch(_Collating):
     """Samples of a map-style data set, by id; nothing is read before `load`."""
 
     def __init__(
         self, dataset: Any, ids: Sequence[int] | np.ndarray, collate_fn: CollateFn
     ) -> None:
-        self._dataset, self._ids, self._collate_fn = dataset, ids, collate_fn
-        self.num_samples = len(ids)
+        super().__init__(len(ids), collate_fn)
+        self._dataset, self._ids = dataset, ids
 
     def load(self, samples: Range) -> tuple[Any, Any]:
         """Read and collate the samples."""
         ids = [int(i) for i in self._ids[samples.as_slice()]]
         if hasattr(self._dataset, "__getitems__"):
-            return as_pair(self._collate_fn(self._dataset.__getitems__(ids)))
-        return as_pair(self._collate_fn([self._dataset[i] for i in ids]))
+            return self._collated(samples, self._dataset.__getitems__(ids))
+        return self._collated(samples, [self._dataset[i] for i in ids])
 
 
-class SampleBatch:
+class SampleBatch(_Collating):
     """Samples given one by one."""
 
     def __init__(self, samples: Sequence[Any], collate_fn: CollateFn) -> None:
-        self.value, self._collate_fn = samples, collate_fn
-        self.num_samples = len(samples)
+        super().__init__(len(samples), collate_fn)
+        self.value = samples
 
     def load(self, samples: Range) -> tuple[Any, Any]:
         """Collate the samples."""
-        return as_pair(self._collate_fn(list(self.value[samples.as_slice()])))
+        return self._collated(samples, list(self.value[samples.as_slice()]))
 
 
 class CollatedBatch:
@@ -117,6 +130,11 @@ class PlacedBatch:
     ) -> None:
         self._batch, self._device, self._dtype, self._batch_fn = batch, device, dtype, batch_fn
         self.num_samples = batch.num_samples
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the samples that this rank has loaded, padding left out; 0 where nobody counts."""
+        return sum(getattr(self._batch, "tokens", {}).values())
 
     def load(self, samples: Range) -> tuple[Any, Any]:
         """Load, transform, move."""

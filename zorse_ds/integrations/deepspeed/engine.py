@@ -20,7 +20,6 @@ from zorse_ds.integrations.deepspeed.agreement import next_batch
 from zorse_ds.integrations.deepspeed.checkpoint import Checkpoints
 from zorse_ds.integrations.deepspeed.config import load_config
 from zorse_ds.integrations.deepspeed.data import (
-    GlobalBatch,
     PlacedBatch,
     ZorseLoader,
     default_collate_fn,
@@ -162,7 +161,7 @@ class ZorseEngine(PipelineEngine):
         """Take the next batches from `iterator`; each item is one global batch."""
         self.data_iterator = iterator
 
-    def _next_global_batch(self, data_iter: Any, purpose: str) -> GlobalBatch:
+    def _next_global_batch(self, data_iter: Any, purpose: str) -> PlacedBatch:
         batch = next_batch(self.parts.world, data_iter, self._collate, purpose)
         return PlacedBatch(batch, self.device, self.parts.dtype, self.batch_fn)
 
@@ -186,6 +185,7 @@ class ZorseEngine(PipelineEngine):
         with self.parts.failures.step(number):
             self._batch = self._next_global_batch(self.data_iterator, f"step {number}")
             loss = super().train_batch()
+            self.parts.monitoring.after_step(self, self._batch)
         self.parts.progress.note(number)
         self._notice.obey(self, self.report)
         return loss
@@ -342,8 +342,7 @@ class ZorseEngine(PipelineEngine):
             self._checkpoints.wait()
         finally:
             self._notice.close()
-            self.parts.failures.close()
-            self.parts.world.close()
+            self.parts.close()
             super().destroy()
 
 

@@ -19,6 +19,7 @@ from zorse_ds.integrations.deepspeed.agreement import (
 from zorse_ds.integrations.deepspeed.config import check_config
 from zorse_ds.integrations.deepspeed.failures import Failures
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, device_of_rank
+from zorse_ds.integrations.deepspeed.monitoring import Monitoring
 from zorse_ds.integrations.deepspeed.optimizer import rebound
 from zorse_ds.integrations.deepspeed.param_groups import param_groups_of
 from zorse_ds.integrations.deepspeed.precision import (
@@ -76,6 +77,13 @@ class EngineParts:
         self.dtype = dtype_of_rank(self.plan, self.rank, config)
         check_devices(self.world, self.dtype)
         self.host = HostMemory(self.device) if self.group.offload != "none" else None
+        self.monitoring = Monitoring(self.world, self.plan, config, self.settings, self.device)
+
+    def close(self) -> None:
+        """End threads, wires and curves."""
+        self.failures.close()
+        self.monitoring.close()
+        self.world.close()
 
     @property
     def casts_below_config(self) -> bool:

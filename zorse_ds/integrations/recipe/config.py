@@ -14,9 +14,16 @@ _NEVER = 1_000_000_000
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-def config_of(recipe: Recipe, plan: Plan, folder: RunFolder) -> dict[str, Any]:
+def config_of(
+    recipe: Recipe,
+    plan: Plan,
+    folder: RunFolder,
+    cluster: dict[str, Any] | None = None,
+    predicted_step_s: float | None = None,
+) -> dict[str, Any]:
     """What `deepspeed --deepspeed_config` takes, all but the schedule, which transformers makes.
 
+    `cluster` and `predicted_step_s` are what the curves are told of.
     Raises `ConfigError` for a key in the recipe's `deepspeed` that the recipe has itself.
     """
     clashing = [key for key in _OWN if key in recipe.deepspeed]
@@ -37,7 +44,15 @@ def config_of(recipe: Recipe, plan: Plan, folder: RunFolder) -> dict[str, Any]:
         },
         "gradient_clipping": recipe.gradient_clipping,
         "steps_per_print": _NEVER,
-        "zorse": _section(recipe, folder),
+        "zorse": {
+            **_section(recipe, folder),
+            "monitor": {
+                "cluster": cluster,
+                "predicted_step_s": predicted_step_s,
+                "picture_every": recipe.monitor.picture_every,
+                "folder": str(folder.curves),
+            },
+        },
     }
     if recipe.dtype in _PRECISIONS:
         config[_PRECISIONS[recipe.dtype]] = {"enabled": True}
