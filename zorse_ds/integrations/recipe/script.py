@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
 
 from zorse_ds.errors import ZorseError
 from zorse_ds.files import write_text
@@ -26,6 +27,8 @@ from zorse_ds.integrations.recipe.samples import Samples, load_samples, load_tok
 from zorse_ds.integrations.recipe.schema import Recipe
 from zorse_ds.integrations.recipe.validation import Measured, measure
 
+NOT_DECAYING = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""Patterns of parameters' names, as in `Trainer.get_decay_parameter_names`."""
 USER_ERROR = 2
 OTHERS_WAIT_S = 5
 """How long other ranks leave an error to rank 0."""
@@ -45,6 +48,7 @@ def run(folder: RunFolder) -> None:
     engine, _, _, _ = initialize(
         model=model,
         config=config,
+        model_parameters=decay_groups(model.stage_models.values(), recipe.weight_decay),
         training_data=samples.train,
         lr_scheduler=schedule_of(recipe, num_steps),
     )
@@ -69,6 +73,19 @@ def schedule_of(recipe: Recipe, num_steps: int) -> Callable[[Any], Any]:
         )
 
     return make
+
+
+def decay_groups(models: Iterable[torch.nn.Module], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters as transformers' `Trainer` groups them: norms and biases do not decay."""
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)
+    ]
+    for model in models:
+        decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], NOT_DECAYING))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                groups[name not in decaying]["params"].append(parameter)
+    return groups
 
 
 def follow_schedule(engine: ZorseEngine) -> None:
