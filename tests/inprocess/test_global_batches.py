@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from zorse_ds.integrations.deepspeed.data import (
     ZorseLoader,
     as_batch,
     default_collate_fn,
+    lengths_of,
     num_samples_of,
 )
 from zorse_ds.ranges import Range
@@ -157,3 +159,44 @@ def test_float_inputs_take_the_dtype_of_the_group_and_labels_stay() -> None:
     placed = PlacedBatch(batch, torch.device("cpu"), torch.bfloat16, None)
     inputs, labels = placed.load(Range(0, 2))
     assert (inputs.dtype, labels.dtype) == (torch.bfloat16, torch.float32)
+
+
+ROWS = [{"input_ids": [i] * length} for i, length in enumerate([3, 9, 1, 7, 5, 2, 8, 4, 6, 9, 1])]
+
+
+@pytest.mark.parametrize("form", ["list", "columns", "datasets", "selected"])
+def test_lengths_are_those_of_the_samples(form: str) -> None:
+    dataset: Any = ROWS
+    if form == "columns":
+        dataset = {"input_ids": [row["input_ids"] for row in ROWS]}
+    if form in ("datasets", "selected"):
+        dataset = datasets.Dataset.from_list(ROWS)
+    if form == "selected":
+        dataset = dataset.select(range(10, -1, -1)).select(range(10, -1, -1))
+    assert lengths_of(dataset).tolist() == [3, 9, 1, 7, 5, 2, 8, 4, 6, 9, 1]
+
+
+def test_samples_without_tokens_have_no_length() -> None:
+    with pytest.raises(DataError, match=r"group_by_length is true, but the samples have no input"):
+        lengths_of(SAMPLES)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_laid_by_length_have_the_same_samples_and_pad_less(seed: int) -> None:
+    order = SampleOrder(len(ROWS), 4, shuffle=True, seed=seed, drop_last=False)
+    plain = ZorseLoader(ROWS, order, lambda rows: (rows, None))
+    laid = ZorseLoader(ROWS, order, lambda rows: (rows, None), lengths_of(ROWS))
+    padding = {"plain": 0, "laid": 0}
+    for one, other in zip(plain, laid, strict=True):
+        whole = Range(0, one.num_samples)
+        first, second = (batch.load(whole)[0] for batch in (one, other))
+        assert sorted(row["input_ids"] for row in first) == sorted(
+            row["input_ids"] for row in second
+        )
+        lengths = [len(row["input_ids"]) for row in second]
+        assert lengths == sorted(lengths, reverse=True)
+        for name, rows in (("plain", first), ("laid", second)):
+            for start in range(0, len(rows), 2):
+                own = [len(row["input_ids"]) for row in rows[start : start + 2]]
+                padding[name] += max(own) * len(own) - sum(own)
+    assert padding["laid"] < padding["plain"]

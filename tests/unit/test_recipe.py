@@ -46,6 +46,14 @@ def test_a_recipe_survives_its_file(tmp_path: Path) -> None:
         ({"plan": None, "cluster": "desk"}, "global_batch is missing"),
         ({"profile": "p.json"}, "profile is given without cluster"),
         ({"eval_steps": 5}, "eval_steps is given without data.validation"),
+        (
+            {"data": {"train": "a", "streaming": True}, "steps": None, "epochs": 1},
+            "epochs is given with data.streaming; expected steps",
+        ),
+        (
+            {"data": {"train": "a", "streaming": True, "validation_share": 0.1}},
+            "data.validation_share is given with data.streaming",
+        ),
         ({"merge_adapters": True}, "merge_adapters is given without adapters"),
         (
             {"data": {"train": "a", "validation": "b", "validation_share": 0.1}},

@@ -109,8 +109,8 @@ def _show(job: "Job", *, in_full: bool) -> None:
     plan, facts = job.plan, job.facts()
     done = f", {facts['steps_saved']} of them done" if facts["steps_saved"] else ""
     console.print(
-        f"{facts['num_samples']} samples, {plan.global_batch_size} a step, {job.num_steps} steps"
-        f"{done}, on {plan.world_size} ranks"
+        f"{facts['num_samples'] or 'a stream of'} samples, {plan.global_batch_size} a step, "
+        f"{job.num_steps} steps{done}, on {plan.world_size} ranks"
     )
     if job.predicted_step_s is not None:
         console.print(f"{job.predicted_step_s:.4g} s a step are predicted")

@@ -31,7 +31,8 @@ class Job:
     config: dict[str, Any]
     command: list[str]
     environment: dict[str, str]
-    num_samples: int
+    num_samples: int | None
+    """None of a stream."""
     num_steps: int
     predicted_step_s: float | None
     """By the simulator, where the cluster is known."""
@@ -67,7 +68,7 @@ def job_of(recipe: Recipe) -> Job:
     # The plan's file is not written yet.
     check_config({**config, "zorse": {**config["zorse"], "plan": None}}, plan)
     command = command_of(recipe, plan, folder)
-    samples = load_samples(recipe, tokenizer)
+    samples = load_samples(recipe, tokenizer, plan.global_batch_size)
     return Job(
         recipe=recipe,
         folder=folder,
@@ -75,7 +76,7 @@ def job_of(recipe: Recipe) -> Job:
         config=config,
         command=command,
         environment=environment_of(plan, os.environ),
-        num_samples=len(samples.train),
+        num_samples=None if samples.train is None else len(samples.train),
         num_steps=samples.num_steps(recipe, plan.global_batch_size),
         predicted_step_s=predicted_step_s,
     )

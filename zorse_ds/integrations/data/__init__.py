@@ -4,12 +4,15 @@ from zorse_ds.integrations.data.chat import tokenise_chat
 from zorse_ds.integrations.data.holdout import Holdout
 from zorse_ds.integrations.data.packing import tokenise_and_pack
 from zorse_ds.integrations.data.prepare import cache_key, prepare_once, prepare_text
-from zorse_ds.integrations.data.source import load_source, source_files
+from zorse_ds.integrations.data.source import load_source, load_stream, source_files
+from zorse_ds.integrations.data.stream import SampleStream
 
 __all__ = [
     "Holdout",
+    "SampleStream",
     "cache_key",
     "load_source",
+    "load_stream",
     "prepare_once",
     "prepare_text",
     "source_files",

@@ -43,15 +43,15 @@ def tokenise_chat(
     `DataError` with one sentence for a tokenizer without template, an unknown role, or no samples.
     """
     columns = dataset.column_names
-    chat = next((name for name in CHAT_COLUMNS if name in columns), None)
+    chat = chat_column(columns)
     if chat is None and not set(PAIR_COLUMNS) <= set(columns):
         raise DataError(
             f"the data set has the columns {listed(columns)}; expected 'messages', or 'prompt' and "
             "'completion'"
         )
-    _check_tokenizer(tokenizer, seq_len, needs_template=chat is not None or _has_turns(dataset))
+    check_tokenizer(tokenizer, seq_len, needs_template=chat is not None or _has_turns(dataset))
     samples = dataset.map(
-        _tokenise,
+        tokenise_rows,
         batched=True,
         with_indices=True,
         remove_columns=columns,
@@ -67,12 +67,18 @@ def tokenise_chat(
     return samples
 
 
+def chat_column(columns: Sequence[str]) -> str | None:
+    """The column that holds conversations, or None."""
+    return next((name for name in CHAT_COLUMNS if name in columns), None)
+
+
 def _has_turns(dataset: datasets.Dataset) -> bool:
     """Whether prompts are lists of messages rather than texts."""
     return getattr(dataset.features["prompt"], "dtype", "list") == "list"
 
 
-def _check_tokenizer(tokenizer: Any, seq_len: int, *, needs_template: bool) -> None:
+def check_tokenizer(tokenizer: Any, seq_len: int, *, needs_template: bool) -> None:
+    """Raises `DataError` for a tokenizer that cannot write or mark answers."""
     if seq_len < 2:
         raise DataError(f"seq_len is {seq_len}; expected at least 2, for each token predicts one")
     if needs_template and not tokenizer.chat_template:
@@ -89,14 +95,14 @@ def _check_tokenizer(tokenizer: Any, seq_len: int, *, needs_template: bool) -> N
         )
 
 
-def _tokenise(
+def tokenise_rows(
     batch: Mapping[str, list[Any]],
     indices: Sequence[int],
     tokenizer: Any,
     seq_len: int,
     chat: str | None,
 ) -> dict[str, list[list[int]]]:
-    """The samples of one batch of rows."""
+    """The samples of one batch of rows, as columns `input_ids` and `labels`."""
     columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     for index, row in zip(indices, rows, strict=True):

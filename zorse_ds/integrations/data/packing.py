@@ -44,7 +44,7 @@ def tokenise_and_pack(
         return _with_labels(dataset, num_proc)
     _check_inputs(dataset, tokenizer, seq_len, text_column)
     documents = dataset.map(
-        _tokenise,
+        tokenise_texts,
         batched=True,
         input_columns=text_column,
         remove_columns=dataset.column_names,
@@ -70,7 +70,7 @@ def _check_inputs(
         raise DataError("the tokenizer has no eos_token; expected one, for it ends each document")
 
 
-def _tokenise(texts: Sequence[str | None], tokenizer: Any) -> dict[str, list[list[int]]]:
+def tokenise_texts(texts: Sequence[str | None], tokenizer: Any) -> dict[str, list[list[int]]]:
     """Tokenise one batch of documents, each closed by end-of-text once; drop empty ones."""
     full = [text for text in texts if text]
     if not full:

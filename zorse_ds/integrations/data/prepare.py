@@ -14,7 +14,7 @@ from zorse_ds.errors import DataError
 from zorse_ds.integrations.data.chat import tokenise_chat
 from zorse_ds.integrations.data.holdout import Holdout
 from zorse_ds.integrations.data.packing import tokenise_and_pack
-from zorse_ds.integrations.data.source import Source, load_source, source_files
+from zorse_ds.integrations.data.source import Source, hub_name, load_source, source_files
 
 # Part of every key; raised when samples come out differently for the same input.
 _VERSION = 2
@@ -43,7 +43,9 @@ def prepare_text(
     `source` and `split`, `tokenise_and_pack` for the samples, `prepare_once` for the rest.
     `holdout` takes one side of the documents only.
     """
-    key = cache_key(source_files(source), tokenizer, seq_len, text_column, split, holdout)
+    hub = hub_name(source)
+    files = source_files(source) if hub is None else []
+    key = cache_key(files, tokenizer, seq_len, text_column, split, holdout, hub)
 
     def build() -> datasets.Dataset:
         text = load_source(source, split, text_column=text_column)
@@ -111,11 +113,13 @@ def cache_key(
     text_column: str,
     split: str | None = None,
     holdout: Holdout | None = None,
+    hub: str | None = None,
 ) -> str:
     """Return a name, 32 hexadecimal digits, that changes when the packed samples may change.
 
     It covers path, size and time of change of each source file, the tokenizer's content, and the
-    arguments. The files are not read.
+    arguments. The files are not read. Of the hub's data set the name counts: with a revision in it
+    that one, else what was read first stays.
     """
     facts = {
         "version": _VERSION,
@@ -125,6 +129,7 @@ def cache_key(
         "text_column": text_column,
         "split": split,
         "holdout": holdout and str(holdout),
+        "hub": hub,
     }
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,9 +1,11 @@
-"""Finding and opening text: JSONL, JSON, parquet and plain text files, or a saved data set."""
+"""Finding and opening text: JSONL, JSON, parquet and text files, a saved data set, or the hub's."""
 
 import glob
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 
@@ -22,6 +24,8 @@ _COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 # What Dataset.save_to_disk and DatasetDict.save_to_disk leave in their folder.
 _SAVED_SPLIT, _SAVED_DICT = "dataset_info.json", "dataset_dict.json"
 
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
+
 Source = str | Path | Sequence[str | Path]
 
 
@@ -36,17 +40,65 @@ def load_source(
     list of these, or a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`.
     Files are read in the order of their names. A plain text file is one document; for many
     documents in one file use JSONL. `split` names a split of a saved `DatasetDict`; files are one
-    split, "train", of which datasets' slices such as "train[:90%]" may be taken.
+    split, "train", of which datasets' slices such as "train[:90%]" may be taken. A source that is
+    no path may be a data set of the hub, `owner/name` or `owner/name@revision`.
 
     Raises DataError when nothing is there, the format is unknown or the column is missing.
     """
     folder = _saved_folder(source)
     if folder is not None:
         dataset = _open_saved(folder, split)
+    elif hub_name(source) is not None:
+        dataset = _read_hub(str(source), split, streaming=False)
     else:
         dataset = _read_files(source_files(source), split, text_column)
     _check_columns(dataset, source, text_column)
     return dataset
+
+
+def load_stream(
+    source: Source, split: str | None = None, *, text_column: str = "text"
+) -> datasets.IterableDataset:
+    """The rows of `source` (see `load_source`) one after the other, read when they are asked for.
+
+    Raises `DataError` when nothing is there or the first row has no known form.
+    """
+    folder = _saved_folder(source)
+    if folder is not None:
+        rows = _open_saved(folder, split).to_iterable_dataset()
+    elif hub_name(source) is not None:
+        rows = _read_hub(str(source), split, streaming=True)
+    else:
+        rows = _read_files(source_files(source), split, text_column, streaming=True)
+    first = next(iter(rows), None)
+    if first is None:
+        raise DataError(f"{source} is empty; expected at least one sample")
+    _check_known(list(first), source, text_column)
+    return rows
+
+
+def hub_name(source: Source) -> str | None:
+    """`source` if it names a data set of the hub: `owner/name`, where no such path begins here."""
+    text = str(source) if isinstance(source, str | Path) else ""
+    match = _HUB_NAME.fullmatch(text)
+    is_path = Path(text).exists() or Path(text).parent.exists() or Path(text).suffix in _FORMATS
+    return text if match and not is_path else None
+
+
+def _read_hub(source: str, split: str | None, *, streaming: bool) -> Any:
+    match = _HUB_NAME.fullmatch(source)
+    assert match is not None, "it is a hub's name"
+    name, revision = match["name"], match["revision"]
+    try:
+        return datasets.load_dataset(
+            name, split=split or "train", revision=revision, streaming=streaming
+        )
+    except Exception as problem:  # the network, the hub and the data fail in many ways
+        reason = str(problem).strip().splitlines() or [type(problem).__name__]
+        raise DataError(
+            f"{source} is neither a path here nor a data set of the hub that can be read "
+            f"({reason[0]}); expected one of them"
+        ) from problem
 
 
 def source_files(source: Source) -> list[Path]:
@@ -114,7 +166,9 @@ def _open_saved(folder: Path, split: str | None) -> datasets.Dataset:
     return saved[split]
 
 
-def _read_files(files: list[Path], split: str | None, text_column: str) -> datasets.Dataset:
+def _read_files(
+    files: list[Path], split: str | None, text_column: str, *, streaming: bool = False
+) -> Any:
     formats = {file: _format_of(file) for file in files}
     first = files[0]
     for file in files:
@@ -130,6 +184,7 @@ def _read_files(files: list[Path], split: str | None, text_column: str) -> datas
             formats[first],
             data_files=[str(file) for file in files],
             split=split or "train",
+            streaming=streaming,
             **options,
         )
     except StopIteration:
@@ -157,15 +212,19 @@ def _is_known(columns: Sequence[str]) -> bool:
     return any(each <= set(columns) for each in known)
 
 
-def _check_columns(dataset: datasets.Dataset, source: Source, text_column: str) -> None:
-    columns = dataset.column_names
-    if text_column not in columns and _is_known(columns):
-        return
-    if text_column not in columns:
+def _check_known(columns: Sequence[str], source: Source, text_column: str) -> None:
+    if text_column not in columns and not _is_known(columns):
         raise DataError(
             f"{source} has no column {text_column!r}; expected one of its columns "
             f"{listed(columns)} as text_column{suggestion(text_column, columns)}"
         )
+
+
+def _check_columns(dataset: datasets.Dataset, source: Source, text_column: str) -> None:
+    columns = dataset.column_names
+    _check_known(columns, source, text_column)
+    if text_column not in columns:
+        return
     kind = getattr(dataset.features.get(text_column), "dtype", "a list")
     if "input_ids" not in columns and kind not in ("string", "large_string", "null"):
         raise DataError(f"{source}: column {text_column!r} holds {kind}; expected text")

@@ -19,6 +19,8 @@ class DataSettings(StrictModel):
 
     shuffle: bool = True
     seed: int = Field(default=1234, ge=0, le=2**64 - 1)
+    group_by_length: bool = False
+    """Lay the samples of each global batch by length, so that micro-batches pad less."""
 
 
 class CheckpointSettings(StrictModel):

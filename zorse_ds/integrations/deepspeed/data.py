@@ -159,12 +159,22 @@ class ZorseLoader:
     Iterating gives the batches of an epoch as lazy objects, from where the last iteration ended;
     every rank iterates alike and reads only its own samples. `len` is the number of steps of an
     epoch. The last batch of an epoch may be short, unless `drop_last`.
+
+    With `lengths`, tokens by sample, each batch is laid by length, the longest first: neighbours
+    share micro-batches, which then pad less. A batch has the same samples, so the same update.
     """
 
-    def __init__(self, dataset: Any, order: SampleOrder, collate_fn: CollateFn) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        order: SampleOrder,
+        collate_fn: CollateFn,
+        lengths: np.ndarray | None = None,
+    ) -> None:
         self.dataset = Columns(dataset) if _has_names(dataset) else dataset
         self.order = order
         self.collate_fn = collate_fn
+        self._lengths = lengths
         self.position = DataPosition()
         """Behind the last batch that was handed out; may be set, as after loading."""
         self.fingerprint: str | None = None
@@ -180,7 +190,29 @@ class ZorseLoader:
             if batch.epoch != epoch:
                 return
             self.position = behind
-            yield IndexedBatch(self.dataset, batch.ids, self.collate_fn)
+            ids = batch.ids
+            if self._lengths is not None:
+                ids = ids[np.argsort(-self._lengths[ids], kind="stable")]
+            yield IndexedBatch(self.dataset, ids, self.collate_fn)
+
+
+def lengths_of(dataset: Any) -> np.ndarray:
+    """Tokens of each sample: how long its `input_ids` are. Raises `DataError` if it has none."""
+    table = getattr(dataset, "data", None)
+    names = getattr(dataset, "column_names", [])
+    if table is not None and "input_ids" in names and dataset._indices is None:
+        # A column of Arrow is not read sample by sample.
+        import pyarrow.compute as pc  # type: ignore[import-untyped]
+
+        return np.asarray(pc.list_value_length(table.column("input_ids")))
+    samples = Columns(dataset) if _has_names(dataset) else dataset
+    try:
+        return np.array([len(samples[i]["input_ids"]) for i in range(len(samples))])
+    except (KeyError, TypeError, IndexError):
+        raise DataError(
+            "zorse.data.group_by_length is true, but the samples have no input_ids; expected those "
+            "of a causal language model"
+        ) from None
 
 
 def num_samples_of(dataset: Any) -> int:

@@ -23,6 +23,7 @@ from zorse_ds.integrations.deepspeed.data import (
     PlacedBatch,
     ZorseLoader,
     default_collate_fn,
+    lengths_of,
     num_samples_of,
 )
 from zorse_ds.integrations.deepspeed.engine_parts import EngineParts
@@ -147,7 +148,8 @@ class ZorseEngine(PipelineEngine):
             seed=data.seed,
             drop_last=bool(self._config.dataloader_drop_last) and trains,
         )
-        return ZorseLoader(dataset, order, kwargs.get("collate_fn") or self._collate)
+        lengths = lengths_of(dataset) if data.group_by_length and trains else None
+        return ZorseLoader(dataset, order, kwargs.get("collate_fn") or self._collate, lengths)
 
     def _build_data_iter(self, dataset: Any) -> None:
         self.set_dataloader(self.training_dataloader)

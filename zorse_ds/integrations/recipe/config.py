@@ -62,7 +62,11 @@ def config_of(
 def _section(recipe: Recipe, folder: RunFolder) -> dict[str, Any]:
     section: dict[str, Any] = {
         "plan": str(folder.plan),
-        "data": {"shuffle": recipe.data.shuffle, "seed": recipe.data.seed},
+        "data": {
+            "shuffle": recipe.data.shuffle,
+            "seed": recipe.data.seed,
+            "group_by_length": recipe.data.group_by_length,
+        },
         "checkpoint": {"folder": str(folder.checkpoints)},
     }
     if recipe.save_total_limit is not None:

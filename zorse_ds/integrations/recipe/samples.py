@@ -8,23 +8,24 @@ from typing import Any
 import datasets
 from transformers import AutoTokenizer
 
-from zorse_ds.errors import DataError, ModelError
-from zorse_ds.integrations.data import Holdout, prepare_text
+from zorse_ds.errors import ModelError
+from zorse_ds.integrations.data import Holdout, SampleStream, prepare_text
 from zorse_ds.integrations.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What is trained on, and what is measured on if anything."""
+    """What is trained on, prepared or streamed, and what is measured on if anything."""
 
-    train: datasets.Dataset
+    train: datasets.Dataset | None
+    stream: SampleStream | None
     validation: datasets.Dataset | None
 
     def num_steps(self, recipe: Recipe, global_batch: int) -> int:
         """Steps of the whole run; the last batch of an epoch may be short."""
         if recipe.steps is not None:
             return recipe.steps
-        assert recipe.epochs is not None, "a recipe has one of the two"
+        assert recipe.epochs is not None and self.train is not None, "a recipe has one of the two"
         return recipe.epochs * -(-len(self.train) // global_batch)
 
 
@@ -47,13 +48,14 @@ def load_tokenizer(folder: str) -> Any:
 def load_samples(
     recipe: Recipe,
     tokenizer: Any,
+    global_batch: int,
     *,
     builds: bool = True,
     barrier: Callable[[], None] | None = None,
 ) -> Samples:
     """Tokenise what is not in the cache, and open it. Collective where `barrier` is given.
 
-    Raises `DataError`.
+    A stream's first row is looked at. Raises `DataError`.
     """
     data = recipe.data
 
@@ -70,9 +72,12 @@ def load_samples(
             holdout=holdout,
         )
 
-    validation = None
+    train = validation = stream = None
     if data.validation_share is None:
-        train = prepare(data.train, None)
+        if data.streaming:
+            stream = _stream_of(recipe, tokenizer, global_batch)
+        else:
+            train = prepare(data.train, None)
         if data.validation is not None:
             validation = prepare(data.validation, None)
     else:
@@ -82,13 +87,20 @@ def load_samples(
         )
     if validation is not None and data.max_validation_samples is not None:
         validation = validation.select(range(min(len(validation), data.max_validation_samples)))
-    _check_length(train)
-    return Samples(train, validation)
+    return Samples(train, stream, validation)
 
 
-def _check_length(dataset: datasets.Dataset) -> None:
-    if len(dataset) == 0:
-        raise DataError("there are no samples to train on; expected at least one")
+def _stream_of(recipe: Recipe, tokenizer: Any, global_batch: int) -> SampleStream:
+    data = recipe.data
+    return SampleStream(
+        data.train,
+        tokenizer,
+        recipe.seq_len,
+        global_batch,
+        text_column=data.text_column,
+        shuffle_buffer=data.shuffle_buffer if data.shuffle else 0,
+        seed=data.seed % 2**63,
+    )
 
 
 def _alone() -> None:

@@ -20,7 +20,11 @@ class DataRecipe(StrictModel):
     """What is trained on, and what is measured on."""
 
     train: str = Field(min_length=1)
-    """A file, a glob or a saved data set, see `load_source`."""
+    """A file, a glob, a saved data set or one of the hub, see `load_source`."""
+    streaming: bool = False
+    """Tokenise while training goes on, each rank for itself: for data too large to prepare."""
+    shuffle_buffer: int = Field(default=10_000, ge=2)
+    """Rows that a shuffled stream draws from."""
     validation: str | None = Field(default=None, min_length=1)
     validation_share: float | None = Field(default=None, gt=0, lt=1)
     """Of the documents or conversations of `train`, instead of `validation`: never trained on."""
@@ -29,6 +33,8 @@ class DataRecipe(StrictModel):
     text_column: str = Field(default="text", min_length=1)
     shuffle: bool = True
     seed: int = Field(default=1234, ge=0, le=2**64 - 1)
+    group_by_length: bool = False
+    """Lay the samples of each batch by length: less padding, the same update."""
     cache: str = Field(default="~/.cache/zorse_ds", min_length=1)
     """Folder of tokenised data."""
     num_proc: int | None = Field(default=None, ge=1)
@@ -138,6 +144,15 @@ def _contradictions(recipe: Recipe) -> list[str]:
     if recipe.data.validation is not None and recipe.data.validation_share is not None:
         problems.append(
             "data.validation and data.validation_share are both given; expected one of them"
+        )
+    if recipe.data.streaming and recipe.epochs is not None:
+        problems.append(
+            "epochs is given with data.streaming; expected steps, for a stream has no end"
+        )
+    if recipe.data.streaming and recipe.data.validation_share is not None:
+        problems.append(
+            "data.validation_share is given with data.streaming; expected data.validation, for a "
+            "stream cannot be cut"
         )
     if recipe.eval_steps is not None and not recipe.validates:
         problems.append(

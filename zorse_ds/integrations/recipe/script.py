@@ -43,8 +43,9 @@ def run(folder: RunFolder) -> None:
     model = from_pretrained(recipe.model, config=config, dtype=dtype, seed=recipe.seed)
     builds = int(os.environ["LOCAL_RANK"]) == 0
     tokenizer = load_tokenizer(recipe.model)
-    samples = load_samples(recipe, tokenizer, builds=builds, barrier=dist.barrier)
-    num_steps = samples.num_steps(recipe, model.plan.global_batch_size)
+    batch = model.plan.global_batch_size
+    samples = load_samples(recipe, tokenizer, batch, builds=builds, barrier=dist.barrier)
+    num_steps = samples.num_steps(recipe, batch)
     engine, _, _, _ = initialize(
         model=model,
         config=config,
@@ -52,10 +53,9 @@ def run(folder: RunFolder) -> None:
         training_data=samples.train,
         lr_scheduler=schedule_of(recipe, num_steps),
     )
-    if folder.steps_saved():
-        engine.load_checkpoint(str(folder.checkpoints))
-        follow_schedule(engine)
     training = Training(recipe, folder, engine, samples, num_steps)
+    if folder.steps_saved():
+        training.resume()
     training.run()
     training.finish()
     engine.destroy()
@@ -107,6 +107,17 @@ class Training:
     num_steps: int
     measured: list[Measured] = field(default_factory=list)
 
+    def resume(self) -> None:
+        """Go on from the latest checkpoint."""
+        _, loaded = self.engine.load_checkpoint(str(self.folder.checkpoints))
+        follow_schedule(self.engine)
+        stream = self.samples.stream
+        if stream is not None:
+            if loaded and "stream" in loaded:
+                stream.load_state_dict(loaded["stream"])
+            # SIGTERM saves at a step of its own, which the state may be behind of.
+            stream.skip_to(self.engine.global_steps)
+
     def run(self) -> None:
         """Train from the step that the engine is at to the last one."""
         engine = self.engine
@@ -120,14 +131,20 @@ class Training:
         if engine.global_steps == 0:
             self.validate()
         while engine.global_steps < self.num_steps:
-            loss = engine.train_batch()
+            loss = engine.train_batch(self.samples.stream)
             bar.update()
             bar.set_postfix(loss=f"{loss.item():.3f}")
             if is_due(engine.global_steps, self.recipe.eval_steps, self.num_steps):
                 self.validate()
             if is_due(engine.global_steps, self.recipe.save_steps, self.num_steps):
-                engine.save_checkpoint(str(self.folder.checkpoints))
+                self.save()
         bar.close()
+
+    def save(self) -> None:
+        """A checkpoint, with the stream's place."""
+        stream = self.samples.stream
+        state = {} if stream is None else {"stream": stream.state_dict()}
+        self.engine.save_checkpoint(str(self.folder.checkpoints), client_state=state)
 
     def validate(self) -> None:
         """Measure on the validation data, if there is any, and say what came out."""

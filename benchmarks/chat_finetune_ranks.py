@@ -1,0 +1,136 @@
+"""What every rank of `benchmarks.chat_finetune` runs: a recipe's run, memory and logits kept."""
+
+import csv
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zorse_ds.integrations.deepspeed import ZorseEngine, initialize
+from zorse_ds.integrations.deepspeed.module import init_distributed
+from zorse_ds.integrations.huggingface.pretrained import from_pretrained
+from zorse_ds.integrations.recipe.run_folder import RunFolder
+from zorse_ds.integrations.recipe.samples import load_samples, load_tokenizer
+from zorse_ds.integrations.recipe.schema import Recipe
+from zorse_ds.integrations.recipe.script import Training, decay_groups, schedule_of
+
+
+class Growth(NamedTuple):
+    """By how much memory grew at most."""
+
+    anonymous_bytes: int
+    """What the process holds of its own."""
+    resident_bytes: int
+    """With pages of mapped files, which the kernel may take back at any time."""
+
+
+def memory_bytes(key: str) -> int:
+    """`RssAnon`, `VmRSS`: now; `VmHWM`: the most of the latter since the last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"the kernel does not tell {key}")
+
+
+def growth_of(work: Callable[[], Any]) -> tuple[Any, Growth]:
+    """What `work` returns, and by how much memory grew meanwhile; looked at each millisecond."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before, resident_before = memory_bytes("RssAnon"), memory_bytes("VmRSS")
+    peak, ended = before, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.001):
+            peak = max(peak, memory_bytes("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        result = work()
+    finally:
+        ended.set()
+        watcher.join()
+    peak = max(peak, memory_bytes("RssAnon"))
+    return result, Growth(peak - before, memory_bytes("VmHWM") - resident_before)
+
+
+def load(recipe: Recipe, folder: RunFolder) -> Any:
+    """The own stages, with every page of their weights written to, as an optimizer would."""
+    model = from_pretrained(recipe.model, config=str(folder.config), seed=recipe.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0)
+    return model
+
+
+def keep_logits(engine: ZorseEngine, samples: list[dict[str, Any]], path: Path) -> None:
+    """The run's own logits of some samples, by the rank that has the last stage. Collective."""
+    _, outputs = engine.eval_batch(iter([samples]), return_logits=True)
+    if outputs is None:
+        return
+    rows = [row for output in outputs for row in getattr(output, "logits", output)]
+    ids = [sample["input_ids"] for sample in samples]
+    kept = [row[: len(own)] for row, own in zip(rows, ids, strict=True)]
+    torch.save({"input_ids": ids, "logits": kept}, path)
+
+
+def losses_of(folder: RunFolder) -> list[float]:
+    with open(folder.curves / "csv" / "Train_Samples_train_loss.csv", newline="") as file:
+        return [float(loss) for step, loss in csv.reader(file) if step != "step"]
+
+
+def main() -> None:
+    folder = RunFolder(sys.argv[1])
+    recipe = Recipe.load(folder.recipe)
+    if recipe.adapters is not None:
+        import peft  # noqa: F401  (its code is not a part of loading)
+    init_distributed()
+    builds = int(os.environ["LOCAL_RANK"]) == 0
+    samples = load_samples(
+        recipe, load_tokenizer(recipe.model), 6, builds=builds, barrier=dist.barrier
+    )
+    model, loading = growth_of(lambda: load(recipe, folder))
+    weights = [tensor.nbytes for tensor in model.parameters()]
+    engine, _, _, _ = initialize(
+        model=model,
+        config=str(folder.config),
+        model_parameters=decay_groups(model.stage_models.values(), recipe.weight_decay),
+        training_data=samples.train,
+        lr_scheduler=schedule_of(recipe, recipe.steps or 0),
+    )
+    training = Training(recipe, folder, engine, samples, recipe.steps or 0)
+    start = time.perf_counter()
+    training.run()
+    seconds = time.perf_counter() - start
+    assert samples.validation is not None, "there are held-out samples"
+    first = samples.validation.select(range(engine.plan.global_batch_size)).to_list()
+    keep_logits(engine, first, folder.root / "logits.pt")
+    _, exporting = growth_of(training.finish)
+    own = {
+        "stage_bytes": sum(weights),
+        "largest_bytes": max(weights),
+        "loading": loading._asdict(),
+        "exporting": exporting._asdict(),
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    if dist.get_rank() == 0:
+        facts = {
+            "memory": ranks,
+            "validation": [found._asdict() for found in training.measured],
+            "losses": losses_of(folder),
+            "step_s": seconds / (recipe.steps or 1),
+        }
+        (folder.root / "measured.json").write_text(json.dumps(facts))
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()
