@@ -128,18 +128,26 @@ def exported_logits_error(recipe: Recipe) -> tuple[float, float]:
     return worst, largest
 
 
-def curve_difference(recipe: Recipe, losses: list[float]) -> float:
-    """The largest distance to the losses of `Trainer` on the same samples."""
+def curves_of_trainer(recipe: Recipe) -> list[list[float]]:
+    """The losses of `Trainer` on the same samples, in micro-batches of two and of three.
+
+    They differ by nothing but the order of sums: what rounding makes of a curve.
+    """
     tokenizer = load_tokenizer(recipe.model)
-    expected = trainer_losses(
-        recipe,
-        load_samples(recipe, tokenizer, PLAN["global_batch_size"]).train,
-        tokenizer,
-        global_batch=PLAN["global_batch_size"],
-        micro_batch=2,
-        folder=Path(recipe.output) / "trainer",
-    )
-    return max(abs(own - other) for own, other in zip(losses, expected, strict=True))
+    batch = PLAN["global_batch_size"]
+    samples = load_samples(recipe, tokenizer, batch)
+    folder = Path(recipe.output) / "trainer"
+    return [
+        trainer_losses(
+            recipe, samples.train, tokenizer, global_batch=batch, micro_batch=size, folder=folder
+        )
+        for size in (2, 3)
+    ]
+
+
+def distance(one: list[float], other: list[float]) -> str:
+    """The largest difference of two curves."""
+    return f"{max(abs(a - b) for a, b in zip(one, other, strict=True)):.1e}"
 
 
 def memory_table(found: dict[str, dict[str, Any]]) -> Table:
@@ -171,14 +179,17 @@ def main() -> None:
     write_chats(args.text / "train.jsonl", args.output / "train.jsonl", batch * args.steps)
     write_chats(args.text / "heldout.jsonl", args.output / "heldout.jsonl", 4 * batch)
     console, found = Console(width=110), {}
-    table = Table("", "held-out loss", "exported logits", "curve beside Trainer's", "s a step")
+    heads = ("held-out loss", "exported logits", "beside Trainer", "Trainer beside itself")
+    table = Table("", *heads, "s a step")
     for kind in args.kinds:
         recipe = recipe_of(kind, args)
         facts = found[kind] = launch(recipe)
         before, after = (facts["validation"][i]["loss"] for i in (0, -1))
         worst, largest = exported_logits_error(recipe)
-        curve = f"{curve_difference(recipe, facts['losses']):.1e}" if kind == "full" else ""
-        cells = [f"{before:.4f} -> {after:.4f}", f"{worst:.1e} of {largest:.0f}", curve]
+        cells = [f"{before:.4f} -> {after:.4f}", f"{worst:.1e} of {largest:.0f}", "", ""]
+        if recipe.adapters is None:
+            first, second = facts["trainer"] = curves_of_trainer(recipe)
+            cells[2:] = [distance(facts["losses"], first), distance(first, second)]
         table.add_row(kind, *cells, f"{facts['step_s']:.1f}")
     console.print(table)
     console.print(memory_table(found))

@@ -2,6 +2,7 @@
 
 from zorse_ds.integrations.data.chat import tokenise_chat
 from zorse_ds.integrations.data.holdout import Holdout
+from zorse_ds.integrations.data.indexed import IndexedSamples, IndexedTokens
 from zorse_ds.integrations.data.packing import tokenise_and_pack
 from zorse_ds.integrations.data.prepare import cache_key, prepare_once, prepare_text
 from zorse_ds.integrations.data.source import load_source, load_stream, source_files
@@ -9,6 +10,8 @@ from zorse_ds.integrations.data.stream import SampleStream
 
 __all__ = [
     "Holdout",
+    "IndexedSamples",
+    "IndexedTokens",
     "SampleStream",
     "cache_key",
     "load_source",

@@ -13,6 +13,7 @@ import datasets
 from zorse_ds.errors import DataError
 from zorse_ds.integrations.data.chat import tokenise_chat
 from zorse_ds.integrations.data.holdout import Holdout
+from zorse_ds.integrations.data.indexed import IndexedSamples, IndexedTokens, indexed_prefix
 from zorse_ds.integrations.data.packing import tokenise_and_pack
 from zorse_ds.integrations.data.source import Source, hub_name, load_source, source_files
 
@@ -32,17 +33,22 @@ def prepare_text(
     text_column: str = "text",
     num_proc: int | None = None,
     holdout: Holdout | None = None,
-) -> datasets.Dataset:
+) -> "datasets.Dataset | IndexedSamples":
     """Load and tokenise `source` once, in one process; open the result in all.
 
     Plain text is packed into samples of `seq_len`; conversations, and prompts with completions, are
-    cut at it and have the answers alone as targets (`tokenise_chat`).
+    cut at it and have the answers alone as targets (`tokenise_chat`). Of an indexed pair of
+    Megatron, named by its `.idx` or `.bin`, the tokens are taken as they are.
 
     Collective: every rank calls this, with the same arguments save `builds`, which is true on one
     rank of each file system (rank 0, or local rank 0 of every node). See `load_source` for
     `source` and `split`, `tokenise_and_pack` for the samples, `prepare_once` for the rest.
     `holdout` takes one side of the documents only.
     """
+    indexed = indexed_prefix(source)
+    if indexed is not None:
+        # Tokenised long ago, and read where it lies.
+        return IndexedSamples(IndexedTokens(indexed), seq_len, holdout)
     hub = hub_name(source)
     files = source_files(source) if hub is None else []
     key = cache_key(files, tokenizer, seq_len, text_column, split, holdout, hub)

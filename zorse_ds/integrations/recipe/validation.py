@@ -1,9 +1,9 @@
 """The loss on data that is not trained on."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import datasets
 import torch.distributed as dist
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -26,14 +26,14 @@ class Measured(NamedTuple):
         return f"validation loss {self.loss:.4f}, perplexity {self.perplexity:.2f}"
 
 
-def measure(engine: ZorseEngine, dataset: datasets.Dataset) -> Measured:
+def measure(engine: ZorseEngine, dataset: Sequence[Any]) -> Measured:
     """The loss on all samples, told to the monitors. Collective: every rank calls this."""
     batch_size = engine.plan.global_batch_size
     starts = range(0, len(dataset), batch_size)
     loss_sum = num_targets = 0.0
     is_first = dist.get_rank() == 0
     for start in tqdm(starts, desc="validation", leave=False, disable=not is_first):
-        batch = _rows(dataset[start : start + batch_size])
+        batch = [dataset[i] for i in range(start, min(start + batch_size, len(dataset)))]
         engine.eval_batch(iter([batch]))
         report = engine.report
         assert report is not None, "a batch was evaluated"
@@ -46,9 +46,3 @@ def measure(engine: ZorseEngine, dataset: datasets.Dataset) -> Measured:
         events = [(LOSS, found.loss, at), (PERPLEXITY, found.perplexity, at)]
         engine.monitor.write_events(events)
     return found
-
-
-def _rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    return [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
