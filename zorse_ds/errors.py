@@ -64,3 +64,7 @@ class PeerError(TransportError):
 
 class WorldError(ZorseError):
     """Ranks of one job disagree about plan, model or versions."""
+
+
+class RehearsalError(ZorseError):
+    """A plan or setting cannot be rehearsed, or not with so few cores."""

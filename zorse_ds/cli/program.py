@@ -12,6 +12,7 @@ from zorse_ds.cli.gpus import gpus
 from zorse_ds.cli.plan import plan
 from zorse_ds.cli.probe import probe
 from zorse_ds.cli.profile import profile
+from zorse_ds.cli.rehearse import rehearse
 from zorse_ds.cli.run import run
 from zorse_ds.cli.show import show
 from zorse_ds.cli.simulate import simulate
@@ -36,6 +37,7 @@ app.command("gpus")(gpus)
 app.command("plan")(plan)
 app.command("probe")(probe)
 app.command("profile")(profile)
+app.command("rehearse")(rehearse)
 app.command("run")(run)
 app.command("show")(show)
 app.command("simulate")(simulate)

@@ -1,5 +1,6 @@
 """A timeline as a picture: a row a rank, time to the right."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,10 @@ _HEIGHT, _BESIDE = 0.62, 0.2
 
 
 def draw_timeline(timeline: Timeline, background: Timeline, labels: list[str], path: Path) -> None:
-    """Write a picture of a step. Raises `ConfigError` for an unknown format or no matplotlib."""
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--picture is {path.name}; expected a name that ends in .png or .svg")
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "--picture needs matplotlib, which is not installed; expected `pip install matplotlib`"
-        ) from None
+    """Write a picture of a step; see `check_picture`."""
+    check_picture(path)
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -52,6 +48,16 @@ def draw_timeline(timeline: Timeline, background: Timeline, labels: list[str], p
     figure.legend(patches, COLOURS, loc="outside upper center", ncols=len(COLOURS), fontsize=8)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def check_picture(path: Path) -> None:
+    """Raises `ConfigError` for an unknown format or where matplotlib is missing."""
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--picture is {path.name}; expected a name that ends in .png or .svg")
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--picture needs matplotlib, which is not installed; expected `pip install matplotlib`"
+        )
 
 
 def _bars(axes: Any, timeline: Timeline, offset: float, height: float) -> None:

@@ -1,0 +1,167 @@
+"""Virtual GPUs under a `ZorseEngine`: its groups, messages, layers and optimizer take time."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from math import ceil, inf
+from unittest import mock
+
+from torch import Tensor
+
+from zorse_ds.core.shards import ShardLayout
+from zorse_ds.cost.collectives import Collective, gather, reduce_scatter
+from zorse_ds.cost.network import Network
+from zorse_ds.cost.optimizer import opening_s, reduction_s
+from zorse_ds.integrations.deepspeed.engine import ZorseEngine
+from zorse_ds.rehearsal.gpu import Key, VirtualGpu
+from zorse_ds.rehearsal.links import agreement
+from zorse_ds.runtime import process_groups
+from zorse_ds.runtime.dist_transport import RECEIVES_AHEAD
+from zorse_ds.runtime.optimizer import ShardedOptimizer
+from zorse_ds.runtime.process_groups import BUCKET_NUMEL, Gathering, ProcessGroup, ReduceOp
+from zorse_ds.runtime.transport import Receive, Transport
+from zorse_ds.runtime.values import Message
+
+MOST_PIECES = 64
+"""That a reduction is cut into; the miniature's pieces would be too many."""
+
+
+def attach(engine: ZorseEngine, gpu: VirtualGpu) -> None:
+    """Let an engine's rank be a virtual GPU. The engine has been made and knows nothing of it."""
+    gpu.watch(engine.module)
+    worker = engine._worker
+    if engine.optimizer is not None:
+        gpu.watch_optimizer(engine.basic_optimizer)
+        gpu.pool.know(engine.optimizer.sharded.tensors)
+        _watch_opening(engine.optimizer.sharded, gpu)
+    worker.ledger = gpu.pool
+    gpu.counting = nullcontext
+    for group in engine.parts.world._groups.values():
+        if len(group.ranks) > 1:
+            impose_on_group(group, gpu)
+    worker.transport = VirtualTransport(worker.transport, gpu)
+
+
+def _watch_opening(sharded: ShardedOptimizer, gpu: VirtualGpu) -> None:
+    """Zeroing the gradients of a stage takes time, in its first backward of a step."""
+    real = sharded.open_grads
+
+    def open_grads(stage: int) -> None:
+        is_first = stage not in sharded._open
+        real(stage)
+        if is_first:
+            own = sharded.stages[stage]
+            numel = sum(flat.numel for flat in (*(b.flat for b in own.buckets), *own.copies))
+            seconds = opening_s(gpu.gpu.type, numel * gpu.miniature.ratio)
+            gpu.work("BackwardPass", seconds)
+
+    sharded.open_grads = open_grads  # type: ignore[method-assign]
+
+
+def impose_on_group(group: ProcessGroup, gpu: VirtualGpu) -> None:
+    """Replace a process group's methods by ones that also take virtual time."""
+    for name, method in vars(_GroupTimes(group, gpu)).items():
+        if not name.startswith("_"):
+            setattr(group, name, method)
+
+
+class _GroupTimes:
+    """The methods of one process group, with their times."""
+
+    def __init__(self, group: ProcessGroup, gpu: VirtualGpu) -> None:
+        self._ranks, self._rank, self._gpu = group.ranks, group.rank, gpu
+        self._all_reduce, self._start, self._reduce = (
+            group.all_reduce,
+            group.start_gather,
+            group.reduce_shards,
+        )
+        self.all_reduce: Callable[..., None] = self._agree
+        self.start_gather: Callable[..., Gathering] = self._gather
+        self.reduce_shards: Callable[..., Tensor] = self._sum
+
+    def _agree(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
+        """The runtime reduces nothing but a few numbers by this."""
+        price = agreement(self._gpu.network, self._ranks)
+        self._gpu.join(self._ranks, price, lambda: self._all_reduce(tensor, op))
+
+    def _gather(self, flat: Tensor, layout: ShardLayout) -> Gathering:
+        key = self._gpu.arrive(self._ranks, self._priced(gather, flat, layout))
+        return _VirtualGathering(self._start(flat, layout), self._gpu, key)
+
+    def _sum(self, flat: Tensor, layout: ShardLayout) -> Tensor:
+        most = max(1, ceil(BUCKET_NUMEL / self._gpu.miniature.ratio), layout.numel // MOST_PIECES)
+
+        def run() -> Tensor:
+            with mock.patch.object(process_groups, "BUCKET_NUMEL", most):
+                return self._reduce(flat, layout)
+
+        shard: Tensor = self._gpu.join(self._ranks, self._priced(reduce_scatter, flat, layout), run)
+        own = layout.of(self._rank).size / max(1, layout.numel)
+        numel = layout.numel * self._gpu.miniature.ratio
+        seconds = reduction_s(self._gpu.gpu.type, numel, own, len(self._ranks))
+        self._gpu.work("ReduceGrads", seconds)
+        return shard
+
+    def _priced(
+        self,
+        kind: Callable[[Network, Sequence[int], Sequence[float]], Collective],
+        flat: Tensor,
+        layout: ShardLayout,
+    ) -> Collective:
+        element = flat.element_size() * self._gpu.miniature.ratio
+        return kind(self._gpu.network, layout.ranks, [size * element for size in layout.sizes])
+
+
+class _VirtualGathering:
+    def __init__(self, real: Gathering, gpu: VirtualGpu, key: Key) -> None:
+        self._real, self._gpu, self._key = real, gpu, key
+
+    def wait(self) -> None:
+        """See `Gathering.wait`."""
+        passage = self._gpu.passage(self._key)
+        self._real.wait()
+        self._gpu.clock.wait_until(passage.stop_s)
+
+
+class VirtualTransport:
+    """A transport whose messages also pass the virtual links, in the engine's order."""
+
+    def __init__(self, real: Transport, gpu: VirtualGpu) -> None:
+        self._real, self._gpu = real, gpu
+        self._keys: dict[int, Key] = {}
+
+    def begin(self, receives: Sequence[Receive]) -> None:
+        """See `Transport.begin`."""
+        own = self._gpu.rank
+        self._keys = {each.tag: (each.peer, own, each.tag) for each in receives}
+        self._gpu.wires.expect(self._gpu.clock.now_s, list(self._keys.values()), RECEIVES_AHEAD)
+        self._real.begin(receives)
+
+    def reached(self) -> None:
+        """See `Transport.reached`."""
+        self._gpu.wires.allow(self._gpu.clock.now_s)
+        self._real.reached()
+
+    def send(self, boundary: int, peer: int, tag: int, message: Message) -> None:
+        """See `Transport.send`."""
+        leaves = [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
+        self._gpu.wires.send(
+            self._gpu.clock.now_s,
+            peer,
+            (self._gpu.rank, peer, tag),
+            sum(map(self._gpu.virtual_bytes, leaves)),
+            ordered=True,
+        )
+        self._real.send(boundary, peer, tag, message)
+
+    def take(self, tag: int) -> Message:
+        """See `Transport.take`."""
+        passage = self._gpu.passage(self._keys.pop(tag))
+        message = self._real.take(tag)
+        self._gpu.clock.wait_until(passage.stop_s)
+        return message
+
+    def end(self) -> None:
+        """See `Transport.end`."""
+        # Until the last message has left nothing more comes from here: others need not wait.
+        self._gpu.wires.advance(inf)
+        self._real.end()
