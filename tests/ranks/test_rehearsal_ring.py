@@ -20,7 +20,7 @@ from zorse_ds.core.profile import Profile
 from zorse_ds.cost.layer_times import timer_of
 from zorse_ds.cost.setting import Setting
 from zorse_ds.integrations.deepspeed.module import init_distributed
-from zorse_ds.integrations.deepspeed.rehearsal_stock import StockLinks, attach_stock
+from zorse_ds.integrations.deepspeed.rehearsal_stock import Sends, StockLinks, attach_stock
 from zorse_ds.rehearsal.clock import Pace
 from zorse_ds.rehearsal.gpu import VirtualGpu
 
@@ -29,6 +29,7 @@ FORWARD_S, BACKWARD_S, STEP_S_PER_PARAM = 0.020, 0.041, 2e-11
 STAGES, MICRO_BATCHES = 4, 8
 BLOCK = llama_block(1024, 2816, 16)
 MODEL = ModelShape(name="blocks", kinds={"block": BLOCK}, layers=("block",) * 8)
+PER_STAGE = len(MODEL.layers) // STAGES
 PROFILE = Profile.from_dict(
     {
         "model": MODEL.model_dump(mode="json"),
@@ -61,8 +62,8 @@ def started(rank: int, setting: Setting, scale: float) -> VirtualGpu:
     return VirtualGpu(setting, rank, "float16", Pace(scale))
 
 
-def pipeline_step(rank: int) -> list[dict[str, Any]]:
-    gpu = started(rank, setting_of(1000), SCALE)
+def pipeline_step(rank: int, sends: Sends, scale: float) -> list[dict[str, Any]]:
+    gpu = started(rank, setting_of(1000), scale)
     mini = gpu.miniature
     with gpu.building():
         module = PipelineModule(
@@ -84,7 +85,7 @@ def pipeline_step(rank: int) -> list[dict[str, Any]]:
             config=config,
             optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
         )[0]
-        attach_stock(engine, gpu)
+        attach_stock(engine, gpu, sends)
     found = []
     for _ in range(4):
         cpu = time.process_time()
@@ -93,17 +94,25 @@ def pipeline_step(rank: int) -> list[dict[str, Any]]:
     return found
 
 
+WANTED_S = (MICRO_BATCHES + STAGES - 1) * PER_STAGE * (
+    FORWARD_S + BACKWARD_S
+) + PER_STAGE * BLOCK.num_params * STEP_S_PER_PARAM
+"""A step of stock's 1F1B, by its own formula."""
+
+
+def test_stock_with_free_sends_takes_the_same_on_equal_gpus() -> None:
+    results = run_ranks(STAGES, pipeline_step, "free", 0.0, timeout_s=240)
+    assert max(own[-1]["figures"].virtual_s for own in results) == pytest.approx(WANTED_S, rel=0.03)
+
+
 def test_stock_on_equal_gpus_takes_what_its_schedule_says() -> None:
-    results = run_ranks(STAGES, pipeline_step, timeout_s=240)
+    results = run_ranks(STAGES, pipeline_step, "held", SCALE, timeout_s=240)
     steps = [[own[i] for own in results] for i in (1, 2, 3)]
     best = min(steps, key=lambda ranks: max(own["figures"].wall_s for own in ranks))
     wall_s = max(own["figures"].wall_s for own in best)
-    per_stage = len(MODEL.layers) // STAGES
-    passes = (MICRO_BATCHES + STAGES - 1) * per_stage * (FORWARD_S + BACKWARD_S)
-    wanted = passes + per_stage * BLOCK.num_params * STEP_S_PER_PARAM
-    assert wall_s == pytest.approx(wanted, rel=0.03)
+    assert wall_s == pytest.approx(WANTED_S, rel=0.03)
     for own in best:
-        busy = MICRO_BATCHES * per_stage * (FORWARD_S + BACKWARD_S)
+        busy = MICRO_BATCHES * PER_STAGE * (FORWARD_S + BACKWARD_S)
         assert own["figures"].busy_s == pytest.approx(busy, rel=1e-6)
         # Four ranks sleep most of the time: together they need less than two cores have.
         assert own["cpu_s"] < 0.4 * wall_s * SCALE
@@ -147,13 +156,7 @@ def link_seconds(rank: int) -> dict[str, float]:
     found: dict[str, float] = {"bytes": gpu.virtual_bytes(tensor)}
 
     def timed(name: str, run: Any) -> None:
-        def once() -> None:
-            start = time.monotonic()
-            run()
-            found[name] = min(found.get(name, 1e9), time.monotonic() - start)
-
-        for _ in range(3):
-            gpu.step(once)
+        found[name] = min(gpu.step(run).wall_s for _ in range(3))
 
     def message() -> None:
         if rank == 0:

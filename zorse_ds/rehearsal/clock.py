@@ -42,11 +42,12 @@ class VirtualClock:
         self.behind_s = 0.0
         """The most by which the process was late, in virtual seconds."""
         self.works: list[Work] = []
-        self._origin = time.monotonic()
+        self.origin = time.monotonic()
+        """The step's, by `time.monotonic()`."""
 
     def begin(self, origin: float) -> None:
         """Start a step at `origin`, a moment of `time.monotonic()`, which all processes share."""
-        self._origin = origin
+        self.origin = origin
         self.now_s = 0.0
         self._sleep()
         # What was late before the step is no part of it.
@@ -70,7 +71,7 @@ class VirtualClock:
     def _sleep(self) -> None:
         if not self.pace.scale:
             return
-        left = self._origin + self.now_s * self.pace.scale - time.monotonic()
+        left = self.origin + self.now_s * self.pace.scale - time.monotonic()
         if left > 0:
             time.sleep(left)
         else:

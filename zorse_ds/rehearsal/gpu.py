@@ -144,11 +144,10 @@ class VirtualGpu:
     def step(self, run: Callable[[], Any]) -> StepFigures:
         """Run a training step from an origin that all ranks share. Collective over the world."""
         self._begin()
-        begun = time.monotonic()
         with self.counting():
             run()
         scale = self.clock.pace.scale
-        wall_s = (time.monotonic() - begun) / scale if scale else self.clock.now_s
+        wall_s = (time.monotonic() - self.clock.origin) / scale if scale else self.clock.now_s
         self.wires.finish(self.clock.now_s)
         self.after_step()
         return StepFigures(

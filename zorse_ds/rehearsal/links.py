@@ -16,6 +16,13 @@ def agreement(network: Network, ranks: Sequence[int]) -> Collective:
     return Collective(2 * ceil(log2(len(ranks))) * slowest, (), ())
 
 
+def message(network: Network, source: int, target: int, num_bytes: float) -> Collective:
+    """A message that holds both ends until it is through."""
+    route = network.route(source, target)
+    busy_s = tuple(num_bytes * s_per_byte for s_per_byte in route.s_per_byte)
+    return Collective(route.latency_s, route.lanes, busy_s)
+
+
 def broadcast(network: Network, ranks: Sequence[int], num_bytes: float, root: int) -> Collective:
     """From `root` to all, along the ring."""
     return gather(network, ranks, _all_at(ranks, num_bytes, root))

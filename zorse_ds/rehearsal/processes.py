@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,6 +85,7 @@ def _started(num_ranks: int, job: Job) -> Iterator[list[Connection]]:
 
 
 def _child(rank: int, environment: dict[str, str], job: Job, writer: Connection) -> None:
+    threading.Thread(target=_end_with_parent, name="zorse-parent", daemon=True).start()
     os.environ.update(environment)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -100,6 +102,14 @@ def _child(rank: int, environment: dict[str, str], job: Job, writer: Connection)
         writer.send(Report(rank, error=_failure(rank, traceback.format_exc())))
     # Peers may still read from this rank's sockets: the parent ends all together.
     signal.pause()
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its ranks."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "ranks are children"
+    parent.join()
+    os._exit(1)
 
 
 def _collected(readers: Sequence[Connection], progress: Callable[[int, Any], None]) -> list[Report]:

@@ -1,12 +1,13 @@
 """Virtual GPUs under stock DeepSpeed: the backend of `deepspeed.comm` takes virtual time.
 
-Where it is open what a GPU would do, stock gets the better of it: a send returns at once, and sums
-of gradients, once all ranks have come to them, run beside the backward pass until something waits
-for their results.
+A send holds its stage until the receiver has taken it, as NCCL's does for what is larger than its
+buffers: `PipelineModule` sends in its compute stream (`Sends`). Where it is open what a GPU would
+do, stock gets the better of it: sums of gradients, once all ranks have come to them, run beside the
+backward pass until something waits for their results.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed.comm.comm as deepspeed_comm
 import torch
@@ -16,14 +17,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zorse_ds.cost.collectives import Collective, all_reduce, gather, reduce_scatter
 from zorse_ds.rehearsal.gpu import Key, VirtualGpu
-from zorse_ds.rehearsal.links import agreement, broadcast, equal_shards, reduce
+from zorse_ds.rehearsal.links import agreement, broadcast, equal_shards, message, reduce
 from zorse_ds.runtime.ledger import Purpose
 
 FEW = 64
 """Elements up to which a tensor is control data, which the miniature does not shrink."""
 
 
-def attach_stock(engine: Any, gpu: VirtualGpu) -> None:
+Sends = Literal["held", "free"]
+"""`free`: a send returns at once, as if buffers were without end; better than stock is."""
+
+
+def attach_stock(engine: Any, gpu: VirtualGpu, sends: Sends = "held") -> None:
     """Let a rank of a stock engine be a virtual GPU.
 
     `engine`: what `deepspeed.initialize` returned. Once a process, after it.
@@ -31,14 +36,14 @@ def attach_stock(engine: Any, gpu: VirtualGpu) -> None:
     gpu.watch(engine.module)
     gpu.watch_optimizer(engine.basic_optimizer)
     gpu.pool.know(lambda: _known(engine))
-    StockLinks(deepspeed_comm.cdb, gpu).impose(engine.basic_optimizer)
+    StockLinks(deepspeed_comm.cdb, gpu, sends).impose(engine.basic_optimizer)
 
 
 class StockLinks:
     """Wraps the methods of DeepSpeed's communication backend of one rank."""
 
-    def __init__(self, backend: Any, gpu: VirtualGpu) -> None:
-        self._backend, self._gpu = backend, gpu
+    def __init__(self, backend: Any, gpu: VirtualGpu, sends: Sends = "held") -> None:
+        self._backend, self._gpu, self._sends = backend, gpu, sends
         self._beside_s = 0.0
         """When the last sum of gradients ends that nobody has waited for."""
         self._sent: list[Any] = []
@@ -130,19 +135,36 @@ class StockLinks:
         self._beside_s = 0.0
 
     def _send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
-        """Really it must not block, for its receiver may wait for this rank's clock."""
-        num_bytes = float(tensor.nbytes) if _small(tensor) else self._gpu.virtual_bytes(tensor)
-        key = self._message_key(self._gpu.rank, dst)
-        self._gpu.wires.send(self._gpu.clock.now_s, dst, key, num_bytes, ordered=False)
+        own = self._gpu.rank
+        if self._sends == "held":
+            passage = self._gpu.passage(self._gpu.arrive((own, dst), self._price(tensor, own, dst)))
+        # Really it must not block, for its receiver may wait for this rank's clock.
         with _disable_current_modes():
             copy = tensor.detach().clone()
         self._sent.append((dist.isend(copy, dst, group=group, tag=tag), copy))
+        if self._sends == "held":
+            self._gpu.clock.wait_until(passage.stop_s)
+        else:
+            key = self._message_key(own, dst)
+            num_bytes = self._bytes_of(tensor)
+            self._gpu.wires.send(self._gpu.clock.now_s, dst, key, num_bytes, ordered=False)
 
     def _receive(self, real: Any, tensor: Tensor, src: int, rest: dict[str, Any]) -> Any:
-        passage = self._gpu.passage(self._message_key(src, self._gpu.rank))
+        own = self._gpu.rank
+        if self._sends == "held":
+            key = self._gpu.arrive((src, own), self._price(tensor, src, own))
+        else:
+            key = self._message_key(src, own)
+        passage = self._gpu.passage(key)
         result = real(tensor, src, **rest)
         self._gpu.clock.wait_until(passage.stop_s)
         return result
+
+    def _price(self, tensor: Tensor, source: int, target: int) -> Collective:
+        return message(self._gpu.network, source, target, self._bytes_of(tensor))
+
+    def _bytes_of(self, tensor: Tensor) -> float:
+        return float(tensor.nbytes) if _small(tensor) else self._gpu.virtual_bytes(tensor)
 
     def _message_key(self, source: int, target: int) -> Key:
         return (source, target, self._gpu.wires.number_of(("message", source, target)))
