@@ -63,11 +63,12 @@ class VirtualPool(MemoryLedger):
     def _message(self, wanted: float, held: float) -> str:
         parts = {str(k): v * self._ratio for k, v in self._held.items() if v}
         parts["reserve"] = float(self._reserve_bytes)
+        when = f" at {self._instruction}" if self._instruction else ""
+        limit = _gib(self._usable_bytes)
         holds = ", ".join(f"{name} {_gib(value)}" for name, value in parts.items())
         return (
-            f"CUDA out of memory (virtual): {self._title} tried to allocate {_gib(wanted)} at "
-            f"{self._instruction or 'set-up'} and would hold {_gib(held)} of "
-            f"{_gib(self._usable_bytes)}: {holds}; expected a plan that fits"
+            f"CUDA out of memory (virtual): {self._title} tried to allocate {_gib(wanted)}{when}, "
+            f"to hold {_gib(held)} of {limit}: {holds}; expected a plan that fits"
         )
 
 

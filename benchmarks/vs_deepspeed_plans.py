@@ -1,0 +1,74 @@
+"""The planner's plan, and the same with one idea taken out of it."""
+
+from collections.abc import Callable
+
+from benchmarks.fidelity import one_stage_a_group
+from zorse_ds.core.cluster import Cluster
+from zorse_ds.core.plan import Plan
+from zorse_ds.cost.setting import Setting
+from zorse_ds.planner.effort import Effort
+from zorse_ds.planner.search import search
+from zorse_ds.ranges import apportion, consecutive
+
+EFFORT = Effort(workers=2)
+HARDLY_ANY_GIB = 0.001
+
+
+def without_host_memory(cluster: Cluster) -> Cluster:
+    """Virtual GPUs have no host memory beside them, so nobody offloads to it, stock neither."""
+    data = cluster.to_dict()
+    nodes = [{**node, "host_memory_gib": HARDLY_ANY_GIB} for node in data["nodes"]]
+    return Cluster.from_dict({**data, "nodes": nodes})
+
+
+def planned(setting: Setting, batch: int) -> Plan:
+    """The planner's best."""
+    return search(setting, batch, EFFORT).best.plan
+
+
+def ablated(name: str, plan: Plan, setting: Setting, batch: int) -> Plan:
+    """The plan without one idea; it may not fit."""
+    return ABLATIONS[name](plan, setting, batch)
+
+
+def _equal_layers(plan: Plan, setting: Setting, batch: int) -> Plan:
+    cuts = consecutive(apportion(plan.num_layers, [1] * len(plan.stages)))
+    data = plan.to_dict()
+    for stage, cut in zip(data["stages"], cuts, strict=True):
+        stage["layers"] = [cut.start, cut.stop]
+    return Plan.from_dict(data)
+
+
+def _equal_micro_batches(plan: Plan, setting: Setting, batch: int) -> Plan:
+    """Every GPU of a group takes as many samples as any other, in micro-batches as before."""
+    data = plan.to_dict()
+    for group in data["groups"]:
+        shares = apportion(batch, [1] * len(group["gpus"]))
+        for gpu, share in zip(group["gpus"], shares, strict=True):
+            count = max(1, len(gpu["micro_batches"]))
+            gpu["micro_batches"] = [size for size in apportion(share, [1] * count) if size]
+    return Plan.from_dict(data)
+
+
+def _no_ministages(plan: Plan, setting: Setting, batch: int) -> Plan:
+    """The best plan with one stage a group."""
+    for judged in search(setting, batch, EFFORT).ranked:
+        if judged.plan.schedule != "ministage":
+            return judged.plan
+    return one_stage_a_group(plan, "1f1b")
+
+
+def _even_shards(plan: Plan, setting: Setting, batch: int) -> Plan:
+    data = plan.to_dict()
+    for group in data["groups"]:
+        for gpu in group["gpus"]:
+            gpu.pop("shard_weight", None)
+    return Plan.from_dict(data)
+
+
+ABLATIONS: dict[str, Callable[[Plan, Setting, int], Plan]] = {
+    "equal-layers": _equal_layers,
+    "equal-micro-batches": _equal_micro_batches,
+    "no-ministages": _no_ministages,
+    "even-shards": _even_shards,
+}
