@@ -30,7 +30,6 @@ from benchmarks.vs_deepspeed_runs import (
     summary,
     try_stock,
 )
-from zorse_ds.cli.picture import draw_timeline
 from zorse_ds.core.cluster import Cluster
 from zorse_ds.core.cluster_files import cluster_from
 from zorse_ds.core.gpus import GIB
@@ -40,6 +39,7 @@ from zorse_ds.cost.frozen import FrozenTimes
 from zorse_ds.cost.layer_times import timer_of
 from zorse_ds.cost.setting import Setting
 from zorse_ds.errors import PlannerError
+from zorse_ds.integrations.picture import draw_timeline
 from zorse_ds.rehearsal.clock import Pace
 from zorse_ds.rehearsal.figures import StepFigures
 from zorse_ds.simulator.simulate import ceiling_samples_per_s

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from zorse_ds.cli.picture import check_picture, draw_timeline
 from zorse_ds.cli.settings import DtypeName, load_setting
 from zorse_ds.core.gpus import GIB
 from zorse_ds.core.plan import Plan
 from zorse_ds.cost.setting import Setting
 from zorse_ds.files import write_text
+from zorse_ds.integrations.picture import check_picture, draw_timeline
 from zorse_ds.schedule.compile import compile_trace
 from zorse_ds.simulator.chrome import chrome_trace
 from zorse_ds.simulator.durations import check_fits

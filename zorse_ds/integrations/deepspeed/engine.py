@@ -187,8 +187,7 @@ class ZorseEngine(PipelineEngine):
         with self.parts.failures.step(number):
             self._batch = self._next_global_batch(self.data_iterator, f"step {number}")
             loss = super().train_batch()
-            self.parts.monitoring.after_step(self, self._batch)
-        self.parts.progress.note(number)
+            self.parts.after_step(self, self._batch, number)
         self._notice.obey(self, self.report)
         return loss
 

@@ -118,6 +118,11 @@ class EngineParts:
         groups = param_groups_of(model_parameters)
         return build_optimizer(parts, groups, client or from_config, originals)
 
+    def after_step(self, engine: Any, batch: Any, number: int) -> None:
+        """Tell the monitors and the restarter of a step."""
+        self.monitoring.after_step(engine, batch)
+        self.progress.note(number)
+
     def worker(self, criterion: Criterion, optimizer: ShardedOptimizer | None) -> Worker:
         """The worker of this rank."""
         models = self.model.stage_models
