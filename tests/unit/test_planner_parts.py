@@ -76,7 +76,7 @@ def test_layers_are_cut_by_what_any_number_of_them_costs(seed: int) -> None:
         sorted(draw.choice((draw.random(), np.inf)) for _ in range(layers + 1))
         for _ in range(groups)
     ]
-    found = cut_layers([by_count(np.array(own)) for own in costs])
+    found = cut_layers([by_count(np.array(own), layers) for own in costs])
     cuts = itertools.product(range(1, layers), repeat=groups)
     best = min(
         max(own[n] for own, n in zip(costs, cut, strict=True)) for cut in cuts if sum(cut) == layers

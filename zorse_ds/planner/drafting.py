@@ -44,7 +44,7 @@ def draft_of(
         held = held_samples(spans, batch, ahead)
         seats = [seat.holding(samples) for seat, samples in zip(seats, held, strict=True)]
         offers = [offers_of(seat, setting, own) for seat, own in zip(seats, likely, strict=True)]
-    counts = cut_layers([by_count(own.costs) for own in offers])
+    counts = cut_layers([by_count(own.costs, setting.model.num_layers) for own in offers])
     if counts is None:
         return None
     layers = _over_visits(offers, counts, visits)

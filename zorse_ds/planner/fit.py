@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from zorse_ds.core.layout import lay_out
+from zorse_ds.core.layout import Layout, lay_out
 from zorse_ds.core.plan import Plan
 from zorse_ds.cost.memory import RankMemory, group_memory, memory_of
 from zorse_ds.cost.setting import Setting
@@ -177,16 +177,34 @@ def level_shares(caps: list[float]) -> tuple[float, ...] | None:
     return tuple(round(share, 6) for share in shares)
 
 
+@dataclass(frozen=True)
+class Sure:
+    """A draft that fits by the exact in-flight limits of its plan."""
+
+    draft: Draft
+    plan: Plan
+    layout: Layout
+    limits: InFlightLimits
+
+
 def exactly_fitted(
     draft: Draft, setting: Setting, batch: int, *, keeps_settings: bool = False
-) -> tuple[Draft, Plan] | None:
-    """The draft and its plan, with settings that fit by the plan's exact in-flight limits.
+) -> Sure | None:
+    """The draft as it is or, if it does not fit, with settings that do; None when none does.
 
-    Settings are chosen anew for them, unless the draft keeps its own. None when nothing fits.
+    Settings stay at all events if the draft `keeps_settings`.
     """
-    plan = plan_of(draft, setting, batch)
-    if not keeps_settings:
-        draft = fitted(draft, setting, batch, limits_of(plan, lay_out(plan))).draft
+    sure = _sure(draft, setting, batch)
+    if sure is None and not keeps_settings:
         plan = plan_of(draft, setting, batch)
-    fits = all(own.fits for own in memory_of(plan, setting).values())
-    return (draft, plan) if fits else None
+        limits = limits_of(plan, lay_out(plan))
+        sure = _sure(fitted(draft, setting, batch, limits).draft, setting, batch)
+    return sure
+
+
+def _sure(draft: Draft, setting: Setting, batch: int) -> Sure | None:
+    plan = plan_of(draft, setting, batch)
+    layout = lay_out(plan)
+    limits = limits_of(plan, layout)
+    fits = all(own.fits for own in memory_of(plan, setting, limits).values())
+    return Sure(draft, plan, layout, limits) if fits else None

@@ -120,8 +120,8 @@ class Judge:
         )
         if sure is None:
             return None
-        draft, plan = sure
-        return Judged(draft, plan, case.origin, quick_step_s(plan, self.setting), True)
+        seconds = quick_step_s(sure.plan, self.setting, prepared=(sure.layout, sure.limits))
+        return Judged(sure.draft, sure.plan, case.origin, seconds, True)
 
     def _key(self, case: Case) -> object:
         draft = case.draft

@@ -40,11 +40,13 @@ def by_range(seconds: Seconds, least: int = 1) -> Costs:
     return np.where(size >= least, seconds[None, :] - seconds[:, None], np.inf)
 
 
-def by_count(seconds: NDArray[np.float64]) -> Costs:
-    """Costs from what n layers cost, wherever they are; entry 0 is not looked at."""
-    number = np.arange(len(seconds))
+def by_count(seconds: NDArray[np.float64], num_layers: int) -> Costs:
+    """Costs from what n layers cost, wherever they are, up to as many as have an entry."""
+    every = np.full(num_layers + 1, np.inf)
+    every[1 : len(seconds)] = seconds[1:]
+    number = np.arange(num_layers + 1)
     size = number[None, :] - number[:, None]
-    return np.where(size > 0, seconds[np.maximum(size, 0)], np.inf)
+    return np.where(size > 0, every[np.maximum(size, 0)], np.inf)
 
 
 def _best(costs: Sequence[Costs], join: np.ufunc) -> tuple[float, tuple[int, ...]]:

@@ -5,7 +5,7 @@ offloads at once. Its bytes are close to those of `cost.memory`, which has the l
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -25,6 +25,9 @@ from zorse_ds.planner.units import Unit
 Flags = NDArray[np.bool_]
 MESSAGES = 3
 """On their way to a rank at once."""
+ROUNDING = 1e-6
+MOST = 3.0
+"""Times its share of the layers that a group may have."""
 AMPLE = 2
 """Times its likely layers that a group needs room for before host memory is left out of account."""
 
@@ -69,6 +72,8 @@ class Offers:
 
     def ranked(self, count: int) -> list[Option]:
         """All options with which `count` layers fit, the best first."""
+        if count >= self.merit.shape[1]:
+            return []
         column = self.merit[:, count]
         rows = np.argsort(column, kind="stable")
         return [self.options[row] for row in rows if np.isfinite(column[row])]
@@ -97,15 +102,28 @@ def offers_of(seat: Seat, setting: Setting, likely: float) -> Offers:
 
 @lru_cache(maxsize=16384)
 def _offers(seat: Seat, setting: Setting, every: bool) -> Offers:
-    return _Form(seat, setting, every).offers()
+    alike = replace(seat, held=0.0, tightness=1.0)
+    return _form(alike, setting, every).offers(seat.held, seat.tightness)
+
+
+@lru_cache(maxsize=2048)
+def _form(seat: Seat, setting: Setting, every: bool) -> "_Form":
+    return _Form(seat, setting, every)
 
 
 class _Form:
-    """The arrays; axes are size, recompute pattern, ZeRO level, offload and number of layers."""
+    """The arrays; axes are size, recompute pattern, ZeRO level, offload and number of layers.
+
+    Of the seat, what is in flight and the tightness come later, for they change most often.
+    """
 
     def __init__(self, seat: Seat, setting: Setting, every: bool) -> None:
         self.seat, self.setting = seat, setting
         self.counts = counts_of(setting, seat.place)
+        self.most = min(
+            self.counts.most, int(MOST * seat.weight * self.counts.most) + seat.visits + 4
+        )
+        """Layers of the group: many more than its share are not looked at."""
         self.sizes = sizes_of(seat.width, setting, seat.batch)
         self.patterns = patterns_of(seat.visits)
         self.shares = [sum(pattern) / seat.visits for pattern in self.patterns]
@@ -114,25 +132,60 @@ class _Form:
         self.offloads = OFFLOADS
         if not every:
             self.levels, self.offloads = self.levels[:1], self.offloads[:1]
-
-    def offers(self) -> Offers:
-        """All options, with infinite merit where they do not fit."""
-        members = self.seat.members
-        each_s = [self._sample_s(own) for own in members]
-        speed = sum(own.number / s for own, s in zip(members, each_s, strict=True))
-        seconds = self.seat.batch / speed + np.minimum.reduce(each_s) / 2 + self._update_s()
-        fill = np.maximum.reduce(each_s) * self._axis(self.sizes, 0) / self.seat.visits
-        fits = self._fits([1 / (s * speed) for s in each_s])
-        fits[..., : self.seat.visits] = False
-        merit = np.where(fits, self.seat.weight * seconds + fill, np.inf)
-        rows = merit.shape[:-1]
-        seconds = np.broadcast_to(seconds, merit.shape)
-        options = [
+        self.options = [
             Option(*choice)
             for choice in product(self.sizes, self.patterns, self.levels, self.offloads)
         ]
-        flat = (int(np.prod(rows)), -1)
-        return Offers(options, merit.reshape(flat), seconds.reshape(flat))
+        self._set_seconds()
+        self._set_bytes()
+
+    def _set_seconds(self) -> None:
+        members = self.seat.members
+        each_s = [self._sample_s(own) for own in members]
+        speed = sum(own.number / s for own, s in zip(members, each_s, strict=True))
+        self.samples = [self.seat.batch / (s * speed) for s in each_s]
+        """Of the batch that a rank of each type runs."""
+        busy = self.seat.batch / speed + np.minimum.reduce(each_s) / 2
+        self.seconds = busy + self._update_s()
+        fill = np.maximum.reduce(each_s) * self._axis(self.sizes, 0) / self.seat.visits
+        self.merit = self.seat.weight * self.seconds + fill
+
+    def _set_bytes(self) -> None:
+        """What every rank needs where the pipeline turns around, and at the last reduction."""
+        self.sharded = self._sharded()
+        self.waiting, self.turning = self._kept()
+        # A rank goes on while the gradients of its stage before wait for others of the group.
+        opened = 2 if self.seat.width > 1 and self.seat.visits > 1 else 1
+        self.early = self._parameters(1) + self._passing(-1)
+        self.late = self._parameters(opened) + self._passing(0)
+
+    def offers(self, held: float, tightness: float) -> Offers:
+        """All options, with infinite merit where they do not fit."""
+        fits = self._fits(held, tightness)
+        fits[..., : self.seat.visits] = False
+        merit = np.where(fits, self.merit, np.inf)
+        seconds = np.broadcast_to(self.seconds, merit.shape)
+        flat = (len(self.options), -1)
+        return Offers(self.options, merit.reshape(flat), seconds.reshape(flat))
+
+    def _fits(self, held: float, tightness: float) -> Flags:
+        free_turning = np.zeros(1)
+        free_ending = np.zeros(1)
+        fits = np.ones(1, dtype=bool)
+        sizes, batch = self._axis(self.sizes, 0), self.seat.batch
+        for own, samples in zip(self.seat.members, self.samples, strict=True):
+            room = (1 - SPARE_SHARE) * own.usable_bytes - self.setting.reserve_bytes
+            room = room / tightness
+            flying = sizes * np.ceil(held / batch * samples / sizes - ROUNDING)
+            kept = self.waiting * samples
+            early = room - self.early - kept - self.turning * np.minimum(samples, flying)
+            late = room - self.late - kept / max(1, self.seat.visits - 1)
+            fits = fits & (early >= 0) & (late >= 0)
+            free_turning = free_turning + own.number * np.maximum(early, 0.0)
+            free_ending = free_ending + own.number * np.maximum(late, 0.0)
+        turning, ending = self.sharded
+        found: Flags = fits & (free_turning >= turning) & (free_ending >= ending)
+        return found
 
     def _axis(self, values: Sequence[float], axis: int) -> Array:
         """One value an entry of an axis."""
@@ -144,7 +197,7 @@ class _Form:
         """Arrays over counts, one for each combination of entries of some axes."""
         lengths = (len(self.sizes), len(self.patterns), len(self.levels), len(self.offloads))
         shape = [length if axis in axes else 1 for axis, length in enumerate(lengths)]
-        return np.stack(arrays).reshape(*shape, -1)
+        return np.stack([array[: self.most + 1] for array in arrays]).reshape(*shape, -1)
 
     def _sample_s(self, own: Members) -> Array:
         """Seconds of one sample on a type, its copies to and from host memory included."""
@@ -185,21 +238,6 @@ class _Form:
             rows.append(seconds)
         return self._grid((2, 3), rows)
 
-    def _fits(self, shares: list[Array]) -> Flags:
-        """Where every rank has room; `shares`: of the batch that a rank of each type runs."""
-        turning, ending = self._sharded()
-        free_turning = np.zeros(1)
-        free_ending = np.zeros(1)
-        fits = np.ones(1, dtype=bool)
-        for own, share in zip(self.seat.members, shares, strict=True):
-            room = (1 - SPARE_SHARE) * own.usable_bytes - self.setting.reserve_bytes
-            early, late = (room / self.seat.tightness - used for used in self._unsharded(share))
-            fits = fits & (early >= 0) & (late >= 0)
-            free_turning = free_turning + own.number * np.maximum(early, 0.0)
-            free_ending = free_ending + own.number * np.maximum(late, 0.0)
-        found: Flags = fits & (free_turning >= turning) & (free_ending >= ending)
-        return found
-
     def _sharded(self) -> tuple[Array, Array]:
         """Bytes of state that are cut over the ranks: at the turn, and at the last reduction."""
         params = self.counts.params
@@ -216,18 +254,6 @@ class _Form:
             turning.append(state)
             ending.append(state + reduced + MASTER_BYTES * self._widest(params.owned))
         return self._grid((2, 3), turning), self._grid((2, 3), ending)
-
-    def _unsharded(self, share: Array) -> tuple[Array, Array]:
-        """Bytes of every rank: where the pipeline turns around, and at the last reduction."""
-        sizes = self._axis(self.sizes, 0)
-        samples = self.seat.batch * share
-        flying = np.minimum(samples, sizes * np.ceil(self.seat.held * share / sizes - 1e-6))
-        waiting, turning = self._kept()
-        early = self._parameters(1) + self._passing(-1) + waiting * samples + turning * flying
-        # A rank goes on while the gradients of its stage before wait for others of the group.
-        opened = 2 if self.seat.width > 1 and self.seat.visits > 1 else 1
-        late = self._parameters(opened) + self._passing(0)
-        return early, late + waiting * samples / max(1, self.seat.visits - 1)
 
     def _kept(self) -> tuple[Array, Array]:
         """Bytes of a sample: in the stages where it waits, and in the one where it turns."""

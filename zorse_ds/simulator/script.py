@@ -80,12 +80,22 @@ def script_of_trace(trace: Trace) -> Script:
     return Script(trace.plan, trace.layout, trace.limits, trace.ties, trace.interleaved, parts)
 
 
+Prepared = tuple[Layout, InFlightLimits]
+"""A plan's layout and in-flight limits."""
+
+
 def script_of_plan(
-    plan: Plan, tied_layers: Iterable[Sequence[int]] = (), *, interleaved: bool = False
+    plan: Plan,
+    tied_layers: Iterable[Sequence[int]] = (),
+    *,
+    interleaved: bool = False,
+    prepared: Prepared | None = None,
 ) -> Script:
     """What `script_of_trace(compile_trace(…))` gives, without making the messages' instructions."""
-    layout = lay_out(plan)
-    limits = limits_of(plan, layout)
+    if prepared is None:
+        layout = lay_out(plan)
+        prepared = layout, limits_of(plan, layout)
+    layout, limits = prepared
     ties = ties_between_stages(plan, tied_layers)
     order = compute_order(plan, layout, limits, plan.schedule)
     trace: Iterable[Instruction] = _passes(order)

@@ -176,6 +176,11 @@ def _agree(own: dict[str, str]) -> None:
             raise WorldError(_disagreement(key, [fact.get(key) for fact in facts]))
 
 
+def from_first_rank(own: Any) -> Any:
+    """What the first rank has. Collective: every rank."""
+    return _gathered(own)[0]
+
+
 def _gathered(own: Any) -> list[Any]:
     facts: list[Any] = [None] * dist.get_world_size()
     # A group of its own on the host: the process groups of a plan do not exist yet.

@@ -51,7 +51,13 @@ class ZorseSettings(StrictModel):
     """The `zorse` section."""
 
     plan: str | dict[str, Any] | None = None
-    """Path of a plan file (relative to the working directory), or the plan itself."""
+    """Path of a plan file (relative to the working directory), the plan itself, or "auto"."""
+    cluster: str | dict[str, Any] | None = None
+    """With plan "auto": a cluster's file, a hostfile, or the description itself."""
+    profile: str | None = Field(default=None, min_length=1)
+    """With plan "auto": measured times, as `zorse profile` writes them; else they are estimated."""
+    seq_len: int | None = Field(default=None, ge=1)
+    """With plan "auto": tokens of a sample."""
     adapters: str | dict[str, Any] | None = None
     """LoRA for `from_pretrained`: a `peft` configuration, or the path of one."""
     data: DataSettings = DataSettings()
@@ -116,14 +122,13 @@ def _plan_from_environment() -> Plan | None:
 
 
 def plan_from_config(config: str | Path | dict[str, Any]) -> Plan | None:
-    """The plan that a DeepSpeed JSON names or holds, or None. Raises `ConfigError`, `PlanError`."""
+    """The plan that a DeepSpeed JSON names or holds, or None (also where it is to be found).
+
+    Raises `ConfigError`, `PlanError`.
+    """
     plan = settings_of(load_config(config)).plan
-    if plan is None:
+    if plan is None or plan == "auto":
         return None
-    if plan == "auto":
-        raise ConfigError(
-            "zorse.plan is 'auto', which this version cannot do; expected a plan file or a plan"
-        )
     if isinstance(plan, str) and (not plan.strip() or "\0" in plan):
         raise ConfigError(f"zorse.plan is {plan!r}; expected the path of a plan file, or a plan")
     if isinstance(plan, dict):

@@ -78,7 +78,7 @@ class ZorsePipelineModule(PipelineModule):
         if plan is None:
             raise PlanError(
                 "ZorsePipelineModule was given no plan; expected plan=Plan.load(path), or a config "
-                "with zorse.plan"
+                "with zorse.plan (of which 'auto' is for Hugging Face models)"
             )
         init_distributed()
         with together("reading the layers"):

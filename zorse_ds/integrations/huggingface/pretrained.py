@@ -16,6 +16,7 @@ from transformers.utils import logging
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import ConfigError, ModelError, PlanError
 from zorse_ds.integrations.deepspeed.agreement import together
+from zorse_ds.integrations.deepspeed.auto_plan import auto_plan, wants_auto
 from zorse_ds.integrations.deepspeed.config import (
     check_config,
     load_config,
@@ -39,6 +40,7 @@ from zorse_ds.integrations.huggingface.saving import (
     write_index_and_config,
     write_stage_weights,
 )
+from zorse_ds.integrations.huggingface.shape import model_shape
 from zorse_ds.integrations.huggingface.stage import CausalLMStage
 from zorse_ds.integrations.huggingface.stages import CausalLMStages
 from zorse_ds.integrations.huggingface.target import SaveTarget
@@ -77,7 +79,7 @@ def from_pretrained(
             seed=seed,
         )
 
-    return _module_of(read, plan, config, "from_pretrained")
+    return _module_of(read, plan, config, lora, "from_pretrained")
 
 
 def from_config(
@@ -107,7 +109,7 @@ def from_config(
             adapters=lora,
         )
 
-    return _module_of(read, plan, config, "from_config")
+    return _module_of(read, plan, config, lora, "from_config")
 
 
 def _adapters_of(
@@ -124,20 +126,26 @@ def _module_of(
     read: Callable[[], CausalLMStages],
     plan: Plan | None,
     config: str | Path | dict[str, Any] | None,
+    lora: AdapterSource | None,
     caller: str,
 ) -> ZorsePipelineModule:
     """The module of the stages that `read` gives. Collective."""
+    settings = None if config is None else load_config(config)
     plan = settled_plan(plan, config)
-    if plan is None:
+    if plan is None and not wants_auto(settings):
         raise PlanError(
             f"{caller} was given no plan; expected plan=Plan.load(path), or a config with "
             "zorse.plan"
         )
-    if config is not None:
-        check_config(load_config(config), plan)
+    if settings is not None and plan is not None:
+        check_config(settings, plan)
     init_distributed()
     with together("reading the model"):
         stages = read()
+    if plan is None:
+        assert settings is not None
+        plan = auto_plan(settings, lambda: model_shape(stages.folder or stages.config, lora))
+        check_config(settings, plan)
     return ZorsePipelineModule(
         plan=plan,
         loss_fn=CausalLMLoss(stages.structure.router_loss),
