@@ -20,7 +20,7 @@ from zorse_ds.planner.draft import Draft, GroupDraft, plan_of, sample_seconds
 from zorse_ds.planner.fit import with_weights
 from zorse_ds.planner.groupings import normal
 from zorse_ds.planner.options import group_dtype
-from zorse_ds.planner.settings import SIZES, rungs
+from zorse_ds.planner.settings import AHEADS, SIZES, rungs
 from zorse_ds.planner.shares import balanced
 from zorse_ds.planner.units import Unit, looks_of, signature_of, units_of
 from zorse_ds.simulator.quick import quick_step_s
@@ -149,7 +149,7 @@ def _cuts(ordered: tuple[tuple[Unit, ...], ...], setting: Setting) -> Iterator[D
         )
         schedule = "1f1b" if visits == 1 else "ministage"
         for layers in _compositions(setting.model.num_layers, visits, len(ordered)):
-            yield Draft(schedule, groups, layers)
+            yield from (Draft(schedule, groups, layers, ahead) for ahead in AHEADS)
 
 
 def _compositions(total: int, visits: int, groups: int) -> Iterator[tuple[tuple[int, ...], ...]]:
