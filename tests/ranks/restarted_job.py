@@ -1,6 +1,6 @@
 """A script as a user writes it for `zorse run`: goes on from its last checkpoint, saves every step.
 
-    restarted_job.py OUTPUT [--kill STEP RANK]
+    restarted_job.py OUTPUT [--kill STEP RANK] [--pause SECONDS]
 
 Appends `step loss` to OUTPUT/losses on the first rank. With --kill that rank is killed in that step
 of the first attempt.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from pathlib import Path
 
 import deepspeed
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--plan", default="3 ranks")
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1))
+    parser.add_argument("--pause", type=float, default=0.0, help="after each step")
     parser.add_argument("--local_rank", type=int, default=0)
     args = parser.parse_args()
     plan = zorse_ds.Plan.from_dict(PLANS[args.plan])
@@ -43,6 +45,7 @@ def main() -> None:
             with (args.output / "losses").open("a") as file:
                 print(engine.global_steps, loss.hex(), len(model.plan.groups), file=file)
         engine.save_checkpoint(str(args.output / "ckpt"))
+        time.sleep(args.pause)
     engine.destroy()
     dist.destroy_process_group()
 
