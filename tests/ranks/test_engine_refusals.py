@@ -72,6 +72,16 @@ def only_on_rank_1(rank: int, key: str, value: Any, other: Any) -> None:
     start(**{key: value if rank == 1 else other})
 
 
+def nan_from_the_start(rank: int) -> None:
+    def broken() -> list[nn.Module]:
+        layers = mlp()
+        with torch.no_grad():
+            next(layers[4].parameters())[0] = float("nan")
+        return layers
+
+    start(layers=broken).train_batch(iter(CASE.batches))
+
+
 def other_version(rank: int) -> None:
     torch.__version__ = "2.0.0" if rank == 1 else torch.__version__
     try:
@@ -113,6 +123,10 @@ REFUSALS: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     "a key more on rank 1": (
         unlike("config", {"optimizer": SGD, "sparse_gradients": True}, {"optimizer": SGD}),
         ("WorldError", "config's sparse_gradients: nothing on ranks [0, 2], true on ranks [1]"),
+    ),
+    "a NaN loss from the start": (
+        nan_from_the_start,
+        ("DataError", "the loss of the first step is nan over 7 targets", "look at the weights"),
     ),
     "another version on rank 1": (
         other_version,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import RepeatingLoader, logger
+from deepspeed.utils import RepeatingLoader
 from torch import Tensor
 
 from zorse_ds.core.order import SampleOrder
@@ -29,6 +29,7 @@ from zorse_ds.integrations.deepspeed.data import (
 from zorse_ds.integrations.deepspeed.engine_parts import EngineParts
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule
 from zorse_ds.integrations.deepspeed.optimizer import ZorseOptimizer
+from zorse_ds.integrations.deepspeed.outcome import look_at
 from zorse_ds.integrations.deepspeed.signals import Notice
 from zorse_ds.runtime.losses import Criterion
 from zorse_ds.runtime.step import StepRule
@@ -228,16 +229,7 @@ class ZorseEngine(PipelineEngine):
         # DeepSpeed counts full batches. Corrected first: monitors want samples that never decrease.
         self.global_samples += batch.num_samples - self.train_batch_size()
         self._exec_optimizer_step()
-        self._warn_of_what_did_not_step(self.report)
-
-    def _warn_of_what_did_not_step(self, report: StepReport) -> None:
-        if self.global_rank != 0:
-            return
-        if report.skipped:
-            logger.warning(f"step {self.global_steps} made no update: {report.skipped}")
-        elif report.not_finite:
-            stages = ", ".join(map(str, report.not_finite))
-            logger.warning(f"step {self.global_steps} left out stages {stages}: overflow")
+        look_at(self.report, self.global_steps, self.global_rank)
 
     def _aggregate_total_loss(self) -> Tensor:
         return self._loss_tensor()
