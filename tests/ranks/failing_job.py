@@ -29,7 +29,7 @@ FAILS_AT = 3
 STEPS = 6
 PLAN = plan_of([[[3, 1], [2, 1]], [[2, 5]], [[7]]], [0, 1, 2, 3], zero=[1, 0, 0])
 """Four ranks: 0 and 1 first, 2 in the middle, 3 last."""
-TIMEOUT_S = 4.0
+TIMEOUT_S = 6.0
 
 folder, way, failing_rank = Path(), "none", -1
 steps_begun = 0

@@ -5,6 +5,7 @@ is a process of its own. It loads the standard library alone, needs nothing of t
 numbers of their processes, and goes when they have gone.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -12,10 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from zorse_ds.errors import WorldError
 from zorse_ds.runtime import watch_verdict as verdicts
@@ -98,23 +97,38 @@ def main() -> None:
     os.dup2(null, 1)
     guard.run()
     if hub is not None:
-        hub.wait(LINGER_S)
+        others = any(place.home != duty.home for place in duty.places)
+        hub.wait(LINGER_S if others else 0.0)
 
 
-class _Process:
-    """A rank of this host; a pidfd stays its own when the number is used again."""
+class RankProcess:
+    """A rank of this host, told from a later process of the same number by when it began."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._file = os.pidfd_open(place.pid)
+        self._began = self._beginning()
 
-    def fileno(self) -> int:
-        """Readable when the process has ended."""
-        return self._file
+    @property
+    def is_alive(self) -> bool:
+        """It runs or is stopped; one that ended and waits for its parent's notice is not."""
+        return self._began is not None and self._beginning() == self._began
 
     def kill(self) -> None:
         """At once, whatever it is doing."""
-        signal.pidfd_send_signal(self._file, signal.SIGKILL)
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.place.pid, signal.SIGKILL)
+
+    def _beginning(self) -> int | None:
+        """Its start in the kernel's ticks. No pidfd, which kernels before 5.3 and some sandboxes
+        lack."""
+        try:
+            stat = Path(f"/proc/{self.place.pid}/stat").read_text()
+        except OSError:
+            return None
+        # The name of the program, in parentheses, may hold anything.
+        state, *fields = stat.rpartition(")")[2].split()
+        return None if state in "ZX" else int(fields[18])
 
 
 class Guard:
@@ -123,7 +137,7 @@ class Guard:
     def __init__(self, duty: Duty, address: tuple[str, int]) -> None:
         self._places = duty.places
         self._own = [place for place in duty.places if place.home == duty.home]
-        self._processes = _open(self._own)
+        self._processes = [RankProcess(place) for place in self._own]
         self._line: Line | None = Line(socket.create_connection(address, timeout=START_S))
         self._line.connection.settimeout(None)
         self._line.send({"token": duty.token, "guard": True})
@@ -134,14 +148,11 @@ class Guard:
     def run(self) -> None:
         """Until all ranks of this host have left the watch or ended."""
         while self._processes and not self._is_over:
-            ends: list[Any] = [*self._processes]
-            if self._line is not None:
-                ends.append(self._line)
-            for end in ready(ends, POLL_S):
-                if end is self._line:
-                    self._hear()
-                else:
-                    self._processes.remove(end)
+            if self._line is None:
+                time.sleep(POLL_S)
+            elif ready([self._line], POLL_S):
+                self._hear()
+            self._processes = [process for process in self._processes if process.is_alive]
             if time.monotonic() >= self._end_at:
                 for process in self._processes:
                     process.kill()
@@ -175,13 +186,3 @@ class Guard:
         for process in self._processes:
             if process.place.rank in verdict.ranks:
                 process.kill()
-
-
-def _open(places: Sequence[Place]) -> list[_Process]:
-    processes = []
-    for place in places:
-        try:
-            processes.append(_Process(place))
-        except ProcessLookupError:
-            continue
-    return processes
