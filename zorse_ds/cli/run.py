@@ -219,11 +219,11 @@ def _plan_of_script(launch: Launch) -> Plan:
     config = script_option(launch, "--deepspeed_config")
     section = read_json(config, ConfigError).get("zorse") if config else None
     plan = section.get("plan") if isinstance(section, dict) else None
-    if isinstance(plan, str) and plan:
+    if isinstance(plan, str) and plan not in ("", "auto"):
         return Plan.load(plan)
     if isinstance(plan, dict):
         return Plan.from_dict(plan)
     raise ConfigError(
-        "the script is given no --deepspeed_config whose zorse section has a plan; expected that, "
-        "or zorse run --plan FILE"
+        "the script is given no --deepspeed_config whose zorse section has a plan or its path; "
+        "expected that, or zorse run --plan FILE (zorse plan -o FILE writes one)"
     )

@@ -11,7 +11,7 @@ from zorse_ds.runtime.worker import StepReport
 def look_at(report: StepReport, step: int, rank: int) -> None:
     """Warn of what made no update; raise `DataError`, on every rank, where nothing can be learnt.
 
-    A loss that is not finite in the very first step, before any update, will not become so later.
+    A loss that is not finite in the very first step will not become so later.
     """
     if step == 1 and report.num_targets and not math.isfinite(report.loss):
         raise DataError(
