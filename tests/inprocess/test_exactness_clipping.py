@@ -19,6 +19,7 @@ from tests.inprocess.exact_cases import (
     vectors,
 )
 from tests.inprocess.local_job import Job, Outcome, Step, run
+from zorse_ds.runtime.bucket import sum_of_squares
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -116,3 +117,11 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(dtype: torch.dt
 def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert all(tensor.equal(expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 2**24 + 7])
+def test_a_long_sum_of_squares_is_as_exact_as_a_short_one(size: int) -> None:
+    """In one float32 sum, 2²⁴ elements come out short by more than 10⁻⁴."""
+    values = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-3
+    expected = sum(float(part.double().square().sum()) for part in values.split(2**20))
+    assert sum_of_squares(values) == pytest.approx(expected, rel=1e-7)
