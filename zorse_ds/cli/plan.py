@@ -2,11 +2,13 @@
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -14,12 +16,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zorse_ds.cli.plan_tables import show_answer, show_options
 from zorse_ds.cli.settings import DtypeName, load_setting
+from zorse_ds.core.megatron import MegatronFlags, megatron_flags
 from zorse_ds.core.plan import Plan
 from zorse_ds.cost.setting import Setting
 from zorse_ds.planner.answer import answer_of
 from zorse_ds.planner.effort import Effort
 from zorse_ds.planner.effort import Progress as Report
 from zorse_ds.planner.objective import Objective, choose
+
+Form = Literal["table", "megatron"]
 
 
 def plan(
@@ -56,6 +61,9 @@ def plan(
     effort: Annotated[
         float, typer.Option(min=0.1, max=100, help="How much to try, relative to the usual.")
     ] = 1.0,
+    form: Annotated[
+        Form, typer.Option("--format", help="Tables, or the flags of Megatron-Core for the plan.")
+    ] = "table",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Find a plan: who runs which layers on which samples, and how state is kept."""
@@ -65,17 +73,34 @@ def plan(
     answers = _answers(options, objective, _effort(effort))
     if output is not None:
         Plan.from_dict(answers[TODAY]["plan"]).save(output)
+    if form == "megatron":
+        answers[TODAY]["megatron"] = asdict(_megatron(answers[TODAY], seq_len, dtype))
+    _print(answers, output, as_json)
+
+
+TODAY = "plan"
+"""The name of the answer that is no what-if."""
+
+
+def _print(answers: dict[str, dict[str, Any]], output: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(answers.pop(TODAY) | {"what_if": answers}))
         return
     console = Console(highlight=False)
+    megatron = answers[TODAY].get("megatron")
+    if megatron is not None:
+        # The flags alone go to the output, so that a script can take them.
+        print(shlex.join(megatron["flags"]))
+        for sentence in megatron["unsaid"]:
+            print(f"not in the flags: {sentence}", file=sys.stderr)
+        return
     show_answer(console, answers[TODAY], output)
     if len(answers) > 1:
         show_options(console, answers)
 
 
-TODAY = "plan"
-"""The name of the answer that is no what-if."""
+def _megatron(answer: dict[str, Any], seq_len: int, dtype: DtypeName) -> MegatronFlags:
+    return megatron_flags(Plan.from_dict(answer["plan"]), seq_len, dtype)
 
 
 def find_plan(setting: Setting, global_batch: int) -> Plan:
