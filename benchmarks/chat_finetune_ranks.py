@@ -130,6 +130,7 @@ def main() -> None:
         }
         (folder.root / "measured.json").write_text(json.dumps(facts))
     engine.destroy()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -95,14 +95,13 @@ def test_a_recipe_trains_by_the_launcher(recipe: dict[str, Any], tmp_path: Path)
         env=environment() | caches,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     folder = RunFolder(tmp_path / "out")
-    validation = load_samples(
-        Recipe.from_dict(recipe), make_tokenizer(eos_token="<end>")
-    ).validation
+    tokenizer = make_tokenizer(eos_token="<end>")
+    validation = load_samples(Recipe.from_dict(recipe), tokenizer, 5).validation
     assert validation is not None
     measured = json.loads(folder.finished.read_text())["validation"]
     assert [each["step"] for each in measured] == [0, 4, 8, 12, measured[-1]["step"]]

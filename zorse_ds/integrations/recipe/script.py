@@ -180,6 +180,8 @@ def is_due(step: int, every: int | None, last: int) -> bool:
 def main() -> None:
     try:
         run(RunFolder(sys.argv[1]))
+        # Left to the end of the process, gloo's threads may abort it.
+        dist.destroy_process_group()
     except ZorseError as error:
         # Most errors are the same on all ranks. Rank 0 tells them; the launcher then ends the job.
         if int(os.environ.get("RANK", "0")) != 0:
