@@ -25,6 +25,7 @@ from zorse_ds.integrations.deepspeed.rehearsal_stock import Sends, attach_stock
 from zorse_ds.ranges import Range
 from zorse_ds.rehearsal.clock import Pace
 from zorse_ds.rehearsal.gpu import VirtualGpu
+from zorse_ds.rehearsal.layers import MiniBlock
 from zorse_ds.rehearsal.links import equal_shards
 
 BUCKETS = {
@@ -214,6 +215,8 @@ def _pipeline(stock: Stock, gpu: VirtualGpu) -> tuple[Any, Callable[[], Any]]:
         loss_fn=mini.loss(gpu.dtype).mean,
         partition_method=stock.method,
         activation_checkpoint_interval=int(stock.recompute),
+        # Its re-entrant checkpoints need an input with a gradient, which an embedding has not.
+        checkpointable_layers=[MiniBlock.__name__],
     )
     config = _config(stock, mini.ratio)
     engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]

@@ -18,7 +18,7 @@ from zorse_ds.core.plan import Dtype
 from zorse_ds.cost.dtypes import DTYPE_BYTES, MASTER_BYTES
 from zorse_ds.cost.layer_bytes import bytes_of
 from zorse_ds.cost.setting import Setting
-from zorse_ds.rehearsal.layers import MiniBlock, MiniEmbedding, MiniLoss, Piece
+from zorse_ds.rehearsal.layers import MiniBlock, MiniEmbedding, MiniHead, MiniLoss, Piece
 
 WIDTH = 512
 """Elements of a sample's hidden state in small."""
@@ -54,7 +54,8 @@ class Miniature:
         common = (kind, self.width, shape.role in self.setting.recomputed)
         if shape.role == "embedding":
             return MiniEmbedding, (*common, self.numel(shape))
-        return MiniBlock, (*common, self._pieces(kind, shape, dtype))
+        made = MiniHead if shape.role == "head" else MiniBlock
+        return made, (*common, self._pieces(kind, shape, dtype))
 
     def loss(self, dtype: Dtype) -> MiniLoss:
         """The loss behind the head, which keeps float32 log-probabilities."""
