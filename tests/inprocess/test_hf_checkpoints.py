@@ -176,8 +176,8 @@ def test_refuses_folders_that_hold_no_model(checkpoint: Path) -> None:
     with pytest.raises(ModelError, match=r"empty/config\.json"):
         CausalLMStages.from_folder(checkpoint / "empty")
     shutil.copy(checkpoint / "config.json", checkpoint / "empty")
-    (checkpoint / "empty" / "pytorch_model.bin").touch()
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin.*expected model\.safetensors"):
+    (checkpoint / "empty" / "model.gguf").touch()
+    with pytest.raises(ModelError, match=r"model\.gguf.*expected model\.safetensors"):
         CausalLMStages.from_folder(checkpoint / "empty")
 
 

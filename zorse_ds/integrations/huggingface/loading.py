@@ -6,7 +6,6 @@ renames and converts what is left, as it would for the whole model.
 """
 
 import copy
-import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,7 @@ from zorse_ds.files import read_json
 from zorse_ds.integrations.huggingface.initialise import initialise
 from zorse_ds.integrations.huggingface.prune import prune
 from zorse_ds.integrations.huggingface.structure import ModelStructure
-
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-_END_BYTES = 64 * 1024
+from zorse_ds.integrations.huggingface.weight_files import SAFETENSORS, weight_format
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -34,7 +30,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     Looks at names only; no weight is read.
     """
     config = config_in(folder)
-    _check_weight_files(folder)
+    weight_format(folder)
     return config
 
 
@@ -55,29 +51,6 @@ def config_in(folder: Path) -> PretrainedConfig:
             f"does not read ({_first_line(problem)}); expected a causal language model it knows"
         ) from problem
     return config
-
-
-def _check_weight_files(folder: Path) -> None:
-    """ModelError unless the folder has safetensors weights, all files of the index included."""
-    if (folder / WEIGHTS_NAME).is_file():
-        return
-    index = folder / INDEX_NAME
-    if not index.is_file():
-        others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".gguf", ".pt"))
-        raise ModelError(
-            f"{folder} holds no safetensors weights (found {', '.join(others) or 'none'}); "
-            f"expected {WEIGHTS_NAME} or {INDEX_NAME}"
-        )
-    weight_map = read_json(index, ModelError).get("weight_map", {})
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) for name in weight_map.values()
-    ):
-        raise ModelError(f"{index}: weight_map is no object of file names; expected one")
-    files = set(weight_map.values())
-    missing = sorted(name for name in files if not (folder / name).is_file())
-    if missing or not files:
-        found = f"{missing[0]}, which is not there" if missing else "no file"
-        raise ModelError(f"{index} names {found}; expected the files of all weights")
 
 
 def build_on_meta(
@@ -134,7 +107,7 @@ def load_stage_model(
             config=copy.deepcopy(config),
             dtype=dtype,
             local_files_only=True,
-            use_safetensors=True,
+            use_safetensors=weight_format(folder) is SAFETENSORS,
             output_loading_info=True,
             **_attention(attn_implementation),
         )
@@ -250,19 +223,3 @@ def _attention(attn_implementation: str | None) -> dict[str, str]:
 def _first_line(problem: Exception) -> str:
     """The first line of an exception's message: some of transformers' are pages long."""
     return (str(problem).strip() or type(problem).__name__).splitlines()[0]
-
-
-def fingerprint_of(folder: Path) -> str:
-    """What tells a checkpoint from another: names, sizes and both ends of its files.
-
-    Reads 128 KiB a file.
-    """
-    digest = hashlib.sha256()
-    for path in sorted((*folder.glob("*.safetensors"), folder / "config.json")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            ends = [file.read(_END_BYTES)]
-            file.seek(max(0, size - _END_BYTES))
-            ends.append(file.read())
-        digest.update(f"{path.name} {size} ".encode() + b"".join(ends))
-    return digest.hexdigest()

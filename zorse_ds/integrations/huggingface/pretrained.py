@@ -31,7 +31,6 @@ from zorse_ds.integrations.huggingface.adapter_saving import (
 )
 from zorse_ds.integrations.huggingface.adapters import Adapters, AdapterSource
 from zorse_ds.integrations.huggingface.collate import collate_for
-from zorse_ds.integrations.huggingface.loading import fingerprint_of
 from zorse_ds.integrations.huggingface.loss import CausalLMLoss
 from zorse_ds.integrations.huggingface.saving import (
     copy_other_files,
@@ -44,6 +43,7 @@ from zorse_ds.integrations.huggingface.shape import model_shape
 from zorse_ds.integrations.huggingface.stage import CausalLMStage
 from zorse_ds.integrations.huggingface.stages import CausalLMStages
 from zorse_ds.integrations.huggingface.target import SaveTarget
+from zorse_ds.integrations.huggingface.weight_files import fingerprint_of
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.dist_world import DistWorld
 

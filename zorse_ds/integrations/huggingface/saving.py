@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from zorse_ds.errors import ModelError
 from zorse_ds.files import read_json, write_text
 from zorse_ds.integrations.huggingface.adapters import has_adapters, is_adapter, merged_weights
-from zorse_ds.integrations.huggingface.loading import INDEX_NAME
 from zorse_ds.integrations.huggingface.stage import CausalLMStage
+from zorse_ds.integrations.huggingface.weight_files import SAFETENSORS
 
 COPIED_PATTERNS = (
     "generation_config.json",
@@ -80,7 +80,7 @@ def write_index_and_config(
         "metadata": {"total_size": sum(size for _, size in weight_map.values())},
         "weight_map": {key: weight_map[key][0] for key in sorted(weight_map)},
     }
-    write_text(folder / INDEX_NAME, json.dumps(index, indent=2) + "\n")
+    write_text(folder / SAFETENSORS.index, json.dumps(index, indent=2) + "\n")
     write_config(source, folder, dtype=dtype)
 
 

@@ -88,7 +88,7 @@ class CausalLMStages:
         `adapters` is what `read_adapters` takes; their first values depend on `seed` alone.
 
         Raises ModelError when the folder is no checkpoint of a causal language model with
-        safetensors weights, or its model cannot be cut into stages.
+        weights (safetensors or `.bin`), or its model cannot be cut into stages.
         """
         if not isinstance(folder, str | Path) or not str(folder):
             raise ModelError(
