@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.exhaustive_plans import peak_timer
+from zorse_ds.cli import run_hosts
 from zorse_ds.cli.run_command import Host, first_ranks, launch_of
 from zorse_ds.cli.run_hosts import answering
 from zorse_ds.cli.run_plans import next_start, planner_for
@@ -101,6 +102,11 @@ def test_a_check_of_ones_own_says_which_gpus_answer() -> None:
     assert answering(hosts, check) == (Host("a", (0, 2)), Host("c", (0,)))
     assert answering(hosts, "true") == hosts
     assert answering(hosts, "no-such-program") == ()
+
+
+def test_a_host_on_the_cpu_has_no_gpus_to_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_hosts, "_run", lambda *_: (0, ["answers all"]))
+    assert run_hosts.num_local_gpus() is None
 
 
 def test_the_next_plan() -> None:

@@ -87,7 +87,9 @@ def _own_check(check: str, host: Host) -> tuple[str, ...]:
 
 def _slots(lines: Sequence[str]) -> set[int]:
     words = [line.split() for line in lines]
-    return {int(pair[1]) for pair in words if len(pair) == 2 and pair[0] == "answers"}
+    # "answers all" is what a host says that has no GPUs to number.
+    told = [pair[1] for pair in words if len(pair) == 2 and pair[0] == "answers"]
+    return {int(word) for word in told if word.isdecimal()}
 
 
 def _run(command: Sequence[str], timeout_s: float) -> tuple[int | None, list[str]]:
