@@ -20,7 +20,7 @@ class Effort:
     """Of those whose batch was shortened for it, how many are simulated whole."""
     improved: int = 3
     """How many of the best the local search starts from."""
-    events: int = 600_000
+    events: int = 1_000_000
     """Passes and messages simulated in all; what is needed to judge comes before local search."""
     events_at_once: int = 20_000
     """Of a first simulation: a larger step is shortened for it."""
