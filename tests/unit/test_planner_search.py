@@ -53,6 +53,17 @@ def test_the_answer_does_not_depend_on_when_or_with_how_many_workers() -> None:
     assert search(setting, 16, replace(QUICK, workers=2)).best.plan == first.plan
 
 
+@pytest.mark.parametrize("events_at_once", [200, 20_000])
+def test_the_next_best_ideas_are_told_with_what_they_lose(events_at_once: int) -> None:
+    setting = setting_of("mini_b")
+    found = search(setting, 64, replace(QUICK, events_at_once=events_at_once, confirmed=1))
+    assert all(each.is_whole for each in found.ranked)
+    answer = answer_of(found, setting)
+    assert {each["other"] for each in answer["alternatives"]} == {"schedule", "groups", "grouping"}
+    assert all(each["lost_share"] >= 0 for each in answer["alternatives"])
+    assert answer["num_simulated"] > len(answer["alternatives"]) + 1
+
+
 def test_fast_gpus_get_more_samples_and_layers() -> None:
     setting = setting_of("mini_b")
     plan = search(setting, 64, QUICK).best.plan

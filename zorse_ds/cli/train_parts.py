@@ -10,6 +10,7 @@ from zorse_ds.cli.settings import load_setting
 from zorse_ds.core.plan import Plan
 from zorse_ds.cost.setting import Setting
 from zorse_ds.errors import ConfigError
+from zorse_ds.integrations.deepspeed.auto_plan import STEP_WORKSPACE_BYTES
 from zorse_ds.integrations.deepspeed.config import check_config
 from zorse_ds.integrations.deepspeed.module import check_plan
 from zorse_ds.integrations.huggingface.shape import model_shape
@@ -110,4 +111,4 @@ def _setting_of(recipe: Recipe, cluster: str) -> Setting:
         adapters=recipe.adapters,
     )
     # The recipe's AdamW is torch's own, which needs room in its step.
-    return replace(setting, step_workspace_bytes=8)
+    return replace(setting, step_workspace_bytes=STEP_WORKSPACE_BYTES)

@@ -6,7 +6,7 @@ from typing import Any
 
 from zorse_ds.core.plan import GpuGroup, Plan
 from zorse_ds.cost.setting import Setting
-from zorse_ds.planner.judge import Judged
+from zorse_ds.planner.judge import LOOKS, Judged
 from zorse_ds.planner.search import Found
 from zorse_ds.schedule.compile import compile_trace
 from zorse_ds.simulator.facts import facts_of
@@ -31,7 +31,7 @@ def answer_of(found: Found, setting: Setting) -> dict[str, Any]:
         "price_per_billion_tokens": price_per_billion_tokens(simulation.tokens_per_s, setting),
         "alternatives": _alternatives(found),
         "num_costed": found.num_costed,
-        "num_simulated": len(found.ranked),
+        "num_simulated": found.num_simulated,
         "num_events": found.num_events,
     }
 
@@ -96,13 +96,8 @@ def _listed(names: list[str]) -> str:
 def _alternatives(found: Found) -> list[dict[str, Any]]:
     """The best plan of another schedule, number of groups and grouping; what each would lose."""
     best = found.best
-    looks: tuple[tuple[str, Callable[[Judged], object]], ...] = (
-        ("schedule", lambda each: (each.draft.schedule, each.draft.num_visits)),
-        ("groups", lambda each: len(each.draft.groups)),
-        ("grouping", lambda each: each.origin),
-    )
     alternatives = []
-    for name, look in looks:
+    for name, look in LOOKS.items():
         other = _first_other(found.ranked, look, best)
         if other is not None:
             alternatives.append(_alternative(name, other, best))

@@ -1,6 +1,6 @@
 """The judge: the simulator's seconds for drafts, each asked once, within a budget."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -38,6 +38,14 @@ class Judged:
     step_s: float
     is_whole: bool
     """The whole step was simulated, and the plan fits by its exact in-flight limits."""
+
+
+LOOKS: dict[str, Callable[[Judged], object]] = {
+    "schedule": lambda each: (each.draft.schedule, each.draft.num_visits),
+    "groups": lambda each: len(each.draft.groups),
+    "grouping": lambda each: each.origin,
+}
+"""In which ways a plan can be another idea than the best."""
 
 
 @dataclass
@@ -84,15 +92,30 @@ class Judge:
         return [judged for judged, _ in found if judged is not None]
 
     def confirmed(self, number: int) -> list[Judged]:
-        """The fastest of what was judged, at least `number` of them by their whole steps."""
+        """What fits by its whole step, the fastest first: at least `number` of the fastest.
+
+        Among them is the fastest that is unlike the best in each of `LOOKS`, if there is one.
+        """
         waiting = self.ranked()
         whole: list[Judged] = []
         while waiting and len(whole) < number:
-            some = waiting[: max(self.workers, number - len(whole))]
+            some = waiting[: number - len(whole)]
             waiting = waiting[len(some) :]
-            found = fork_map(self._whole, some, self.workers)
-            whole += [judged for judged in found if judged is not None]
+            whole += self._wholes(some)
+        if whole:
+            best = min(whole, key=lambda judged: judged.step_s)
+            firsts = (
+                next((each for each in waiting if look(each) != look(best)), None)
+                for look in LOOKS.values()
+            )
+            unlike = list({id(each): each for each in firsts if each is not None}.values())
+            free = [each for each in waiting if each.is_whole and each not in unlike]
+            whole += [*self._wholes(unlike), *free]
         return sorted(whole, key=lambda judged: judged.step_s)
+
+    def _wholes(self, some: Sequence[Judged]) -> list[Judged]:
+        found = fork_map(self._whole, some, self.workers)
+        return [judged for judged in found if judged is not None]
 
     def _whole(self, judged: Judged) -> Judged | None:
         if judged.is_whole:

@@ -20,8 +20,9 @@ class Found:
     """What a search came to."""
 
     ranked: list[Judged]
-    """All plans that fit and were simulated, the fastest first; never empty."""
+    """Plans that fit, by their whole steps, the fastest first; never empty."""
     num_costed: int
+    num_simulated: int
     num_events: int
     """Passes and messages that were simulated."""
 
@@ -53,4 +54,5 @@ def search(
     ranked = judge.confirmed(effort.confirmed)
     if not ranked:
         raise PlannerError(what_is_missing(missing, setting, batch))
-    return Found(ranked, len(chosen) + len(missing), judge.spent)
+    num_costed = len(chosen) + len(missing)
+    return Found(ranked, num_costed, len(judge.ranked()), judge.spent)
