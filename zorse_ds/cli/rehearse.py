@@ -7,14 +7,24 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from zorse_ds.cli.settings import DtypeName, load_setting
+from zorse_ds.cli.options import (
+    ClusterName,
+    GroupDtype,
+    ModelFolder,
+    OptimizerStep,
+    PlanFile,
+    ProfileFile,
+    SeqLen,
+    ShapeFile,
+)
+from zorse_ds.cli.settings import load_setting
 from zorse_ds.core.gpus import GIB
 from zorse_ds.core.plan import Plan
 from zorse_ds.cost.setting import Setting
@@ -37,23 +47,14 @@ LEAST_REAL_S = 2.0
 
 
 def rehearse(
-    plan: Annotated[Path, typer.Argument(help="The plan, a JSON file.")],
-    cluster: Annotated[
-        str, typer.Option(help="A cluster's JSON file, a hostfile, or an example's name.")
-    ],
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")],
-    model: Annotated[Path | None, typer.Option(help="A Hugging Face model's folder.")] = None,
-    shape: Annotated[Path | None, typer.Option(help="A model's shape, a JSON file.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Measured times, as `zorse profile` writes them.")
-    ] = None,
-    dtype: Annotated[
-        DtypeName, typer.Option(help="Of groups that name none in the plan.")
-    ] = "bfloat16",
-    optimizer_step: Annotated[
-        Literal["delayed", "interleaved"],
-        typer.Option(help="When stages step: all at the end, or each after its backward."),
-    ] = "delayed",
+    plan: PlanFile,
+    cluster: ClusterName,
+    seq_len: SeqLen,
+    model: ModelFolder = None,
+    shape: ShapeFile = None,
+    profile: ProfileFile = None,
+    dtype: GroupDtype = "bfloat16",
+    optimizer_step: OptimizerStep = "delayed",
     steps: Annotated[int, typer.Option(min=2, help="Steps; the first one warms up.")] = 3,
     time_scale: Annotated[
         float | None,
