@@ -172,7 +172,7 @@ def _busiest_s(plan: Plan, setting: Setting) -> float:
         for gpu in group.gpus:
             name = setting.cluster.gpus[gpu.rank].type.name
             sums = times.sums(name, dtype_of(group, setting), gpu.micro_batches[0])
-            again = plan.recompute_interval(index)
+            again = plan.recomputed(index)
             one = sums.forward_s(stage.layers) + sums.backward_s(stage.layers, again)
             seconds[gpu.rank] += one * len(gpu.micro_batches)
     return max(seconds.values())
@@ -193,7 +193,7 @@ def pods(num_gpus: int) -> Cluster:
 
 
 def growth(effort: Effort, console: Console) -> None:
-    """Planning seconds for more and more GPUs."""
+    """Planning seconds for more and more GPUs; each is told as it is found."""
     table = Table("GPUs", "planning s", "of the ceiling")
     for num_gpus in (16, 32, 64, 128, 256, 512, 1024, 2048):
         setting = setting_for(pods(num_gpus), MODELS["7B"], 2048)
@@ -202,6 +202,7 @@ def growth(effort: Effort, console: Console) -> None:
         best = search(setting, batch, effort).best
         seconds = time.perf_counter() - start
         share = batch / ceiling_samples_per_s(setting) / best.step_s
+        console.log(f"{num_gpus} GPUs: {seconds:.1f} s, {share:.3f} of the ceiling")
         table.add_row(str(num_gpus), f"{seconds:.1f}", f"{share:.3f}")
     console.print(table)
 

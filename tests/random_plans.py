@@ -137,8 +137,11 @@ def _hosts(rng: random.Random, num_groups: int, max_stages: int) -> list[int]:
 
 def _recompute(rng: random.Random) -> dict[str, Any]:
     mode = rng.choice(["none", "none", "full"])
-    every = rng.choice([1, 2])
-    return {"recompute": mode, "recompute_every": every} if mode == "full" else {}
+    every, number = rng.choice([1, 2]), rng.choice([None, 1, 2])
+    if mode == "none":
+        return {}
+    some = {} if number is None else {"recompute_layers": number}
+    return {"recompute": mode, "recompute_every": every, **some}
 
 
 def uniform_ministage_plan(

@@ -202,7 +202,7 @@ def _stage(source: LayerListStages, plan: Plan, stage: int, ties: Sequence[Tie])
     owners = {tie.index: tie.owner for tie in ties}
     return source.build(
         plan.stages[stage].layers,
-        recompute=plan.recompute_interval(stage),
+        recomputed=plan.recomputed(stage),
         owns=lambda tie: owners.get(tie, stage) == stage,
     )
 

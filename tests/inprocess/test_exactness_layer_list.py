@@ -27,6 +27,7 @@ from tests.inprocess.exact_cases import (
 )
 from tests.inprocess.local_job import Job, Step, adamw, run
 from tests.inprocess.plain_job import PlainModel, train_plainly
+from zorse_ds.core.recompute import KEPT
 from zorse_ds.errors import ModelError
 from zorse_ds.integrations.deepspeed.layers import LayerListStages
 from zorse_ds.ranges import Range
@@ -142,7 +143,7 @@ def initial_weights(source: LayerListStages, *cuts: Range) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for cut in cuts:
         torch.manual_seed(cut.start + 5)
-        stage = source.build(cut, recompute=False, owns=lambda tie, at=cut.start: at == 0)
+        stage = source.build(cut, recomputed=KEPT, owns=lambda tie, at=cut.start: at == 0)
         for name, parameter in stage.global_parameters():
             assert weights.setdefault(name, parameter.detach()).equal(parameter)
     return weights
@@ -169,7 +170,7 @@ def test_building_leaves_the_generator_alone() -> None:
     expected = torch.rand(2)
     torch.manual_seed(3)
     LayerListStages([LayerSpec(Double)], SEED).build(
-        Range(0, 1), recompute=False, owns=lambda tie: True
+        Range(0, 1), recomputed=KEPT, owns=lambda tie: True
     )
     assert torch.rand(2).equal(expected)
 
@@ -187,7 +188,7 @@ def test_an_empty_list_is_refused() -> None:
 def test_what_is_no_layer_is_refused() -> None:
     source = LayerListStages([Double(), 3], 0)  # type: ignore[list-item]
     with pytest.raises(ModelError, match="a layer is a int; expected a LayerSpec"):
-        source.build(Range(0, 2), recompute=False, owns=lambda tie: True)
+        source.build(Range(0, 2), recomputed=KEPT, owns=lambda tie: True)
 
 
 def test_ranks_that_start_from_other_weights_start_alike(

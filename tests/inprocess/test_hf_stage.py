@@ -29,6 +29,7 @@ from tests.inprocess.hf_models import (
 from tools.tiny_configs import REFUSED as REFUSED_CONFIGS
 from zorse_ds.errors import DataError, ModelError
 from zorse_ds.integrations.huggingface import CausalLMStage, CausalLMStages
+from zorse_ds.ranges import Range
 
 CUT = [(0, 2), (2, 4), (4, 5)]
 
@@ -47,28 +48,34 @@ def train_step(pipeline: list[CausalLMStage], frozen_layers: int) -> dict[str, t
 @pytest.mark.parametrize("cut", [[(0, 5)], CUT])
 @pytest.mark.parametrize("frozen_layers", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "gpt2_untied"])
+@pytest.mark.parametrize("recomputed", [Range(0, 5), Range(2, 3)], ids=str)
 def test_recompute_is_exact(
-    name: str, frozen_layers: int, cut: list[tuple[int, int]], tmp_path: Path
+    recomputed: Range, name: str, frozen_layers: int, cut: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     save_checkpoint(CONFIGS[name](), tmp_path)
     stages = CausalLMStages.from_folder(tmp_path, dtype=torch.float64)
     plain = StageCache(stages).pipeline(cut)
-    again = StageCache(stages, recompute=True).pipeline(cut)
+    again = StageCache(stages, recomputed=recomputed).pipeline(cut)
     expected, found = train_step(plain, frozen_layers), train_step(again, frozen_layers)
     assert found.keys() == expected.keys()
     assert {plain[0].layer_of(key) for key in found} == set(range(frozen_layers, 5))
     assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
-def test_recompute_runs_each_block_twice() -> None:
-    stage = CausalLMStages.from_config(CONFIGS["llama"]()).build(0, 3, recompute=True)
+@pytest.mark.parametrize(
+    ("recomputed", "number"),
+    [(Range(0, 3), 2), (Range(0, 2), 1), (Range(2, 3), 1), (Range(0, 1), 0), (Range(0, 0), 0)],
+    ids=str,
+)
+def test_recompute_runs_blocks_twice(recomputed: Range, number: int) -> None:
+    stage = CausalLMStages.from_config(CONFIGS["llama"]()).build(0, 3, recomputed=recomputed)
     calls = []
     for block in stage.model.model.layers[:2]:
         block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     hidden, _, _ = stage(make_batch())
     assert len(calls) == 2
     hidden.sum().backward()
-    assert len(calls) == 4
+    assert len(calls) == 2 + number
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "gpt2_untied", "opt_projected"])

@@ -213,10 +213,20 @@ def test_interleaved_steps_can_neither_clip_nor_scale(options: dict[str, float])
 
 
 @pytest.mark.parametrize(
-    ("every", "pieces"), [(1, [1] * 7), (2, [2, 2, 2, 1]), (3, [3, 3, 1]), (9, [7])]
+    ("options", "pieces"),
+    [
+        ({"recompute_every": 1}, [1] * 7),
+        ({"recompute_every": 2}, [2, 2, 2, 1]),
+        ({"recompute_every": 3}, [3, 3, 1]),
+        ({"recompute_every": 9}, [7]),
+        ({"recompute_layers": 4}, [1] * 4),
+        ({"recompute_layers": 5, "recompute_every": 2}, [2, 2, 1]),
+        ({"recompute_layers": 8}, [1] * 7),
+    ],
+    ids=str,
 )
 def test_recompute_keeps_an_activation_every_so_many_layers(
-    every: int, pieces: list[int], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, int], pieces: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []
     checkpoint = deepspeed_layers.checkpoint
@@ -226,6 +236,6 @@ def test_recompute_keeps_an_activation_every_so_many_layers(
         return checkpoint(run, calls, value, **options)
 
     monkeypatch.setattr(deepspeed_layers, "checkpoint", spy)
-    plan = ministage_plan("b", recompute="full", recompute_every=every)
+    plan = ministage_plan("b", recompute="full", **options)
     run(job(), plan, [Step(vectors(0))])
     assert found == pieces * 3, "once a micro-batch"

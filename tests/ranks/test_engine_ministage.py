@@ -83,6 +83,6 @@ def test_the_plans_are_of_every_kind() -> None:
     assert {plan.turnaround for plan in made} == {False, True}
     assert {plan.world_size for plan in made} == {2, 3, 4}
     assert any(len(plan.groups) == 1 for plan in made)
-    assert any(plan.recompute_interval(i) for plan in made for i in range(len(plan.stages)))
+    assert any(plan.recomputed(i) for plan in made for i in range(len(plan.stages)))
     assert max(len(plan.stages) for plan in made) > 4
     assert {bool(case.clip) for case in CASES} == {False, True}

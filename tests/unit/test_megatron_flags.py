@@ -89,7 +89,7 @@ def test_rounds_of_stages_are_said_by_the_layout() -> None:
         ([group("a", [[8]], 0, dtype="float16"), group("b", [[8]], 1)], "bfloat16, float16"),
         (
             [group("a", [[8]], 0, recompute="full"), group("b", [[8]], 1)],
-            "told to recompute in all",
+            "unlike numbers of layers; Megatron is told 3 in all",
         ),
         ([group("a", [[8]], 0, offload="params"), group("b", [[8]], 1)], "offload is none, params"),
     ],

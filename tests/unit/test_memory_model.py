@@ -8,6 +8,7 @@ from tests.random_plans import random_ministage_plan, random_plan
 from tests.unit.simulated import HIDDEN, LENGTH, SAMPLE_BYTES, cluster, plan_of, setting_for
 from zorse_ds.core.model import ModelShape
 from zorse_ds.core.plan import Plan
+from zorse_ds.core.recompute import first_of
 from zorse_ds.cost.activations import activation_table
 from zorse_ds.cost.layer_bytes import counted_bytes
 from zorse_ds.cost.memory import hosts_overflow, memory_of
@@ -117,11 +118,22 @@ def test_recompute_every_second_layer_keeps_half_and_makes_two_anew() -> None:
     plan = plan_of({"a": {0: [1]}}, [("a", 6)])
     setting = setting_for(plan, cluster(1))
     table = activation_table(setting)
-    every, second = (table.of(Range(1, 5), "float32", k) for k in (1, 2))
+    some = Range(1, 5)
+    every, second = (table.of(some, "float32", first_of(some, every=k)) for k in (1, 2))
     assert every.kept_per_sample == NEAR(4 * SAMPLE_BYTES)
     assert second.kept_per_sample == NEAR(2 * SAMPLE_BYTES)
     saved, _ = block_figures(1)
     assert second.extra_bytes(7) - every.extra_bytes(7) == NEAR(7 * saved)
+
+
+def test_recompute_of_the_first_layers_keeps_the_others_whole() -> None:
+    plan = plan_of({"a": {0: [1]}}, [("a", 6)])
+    table = activation_table(setting_for(plan, cluster(1)))
+    layers = Range(1, 5)
+    saved, _ = block_figures(1)
+    for number in range(5):
+        found = table.of(layers, "float32", first_of(layers, number))
+        assert found.kept_per_sample == NEAR(number * SAMPLE_BYTES + (4 - number) * saved)
 
 
 def test_head_logits_are_there_once() -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.random_plans import random_ministage_plan, uniform_ministage_plan, uniform_plan
 from zorse_ds.core.plan import Plan
 from zorse_ds.errors import PlanError
+from zorse_ds.ranges import Range
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -31,11 +32,36 @@ def test_a_stage_overrides_its_groups_recompute() -> None:
     data = changed(recompute="full", recompute_every=3)
     data["stages"][2]["recompute_every"] = 2
     plan = Plan.from_dict(data)
-    assert [plan.recompute_interval(stage) for stage in range(4)] == [3, 0, 2, 0]
+    assert [recomputed_by(plan, stage) for stage in range(4)] == [3, 0, 2, 0]
     data["stages"][0]["recompute"] = "none"
     data["stages"][1]["recompute"] = "full"
     plan = Plan.from_dict(data)
-    assert [plan.recompute_interval(stage) for stage in range(4)] == [0, 1, 2, 0]
+    assert [recomputed_by(plan, stage) for stage in range(4)] == [0, 1, 2, 0]
+
+
+def recomputed_by(plan: Plan, stage: int) -> int:
+    """Layers between two kept activations, where the whole stage is recomputed."""
+    recomputed = plan.recomputed(stage)
+    assert recomputed.layers == plan.stages[stage].layers or not recomputed
+    return recomputed.every if recomputed else 0
+
+
+def test_a_group_recomputes_so_many_layers_of_each_stage_and_a_stage_overrides_it() -> None:
+    data = changed(recompute="full", recompute_layers=1)
+    plan = Plan.from_dict(data)
+    hosted = [i for i in range(4) if plan.recomputed(i)]
+    assert hosted
+    for stage in hosted:
+        start = plan.stages[stage].layers.start
+        assert plan.recomputed(stage).layers == Range(start, start + 1)
+    data["groups"][0]["recompute_layers"] = 99
+    size = plan.stages[hosted[0]].layers.size
+    data["stages"][hosted[0]]["recompute_layers"] = size
+    plan = Plan.from_dict(data)
+    assert all(plan.recomputed(i).layers == plan.stages[i].layers for i in hosted)
+    data["stages"][hosted[0]]["recompute_layers"] = size + 1
+    with pytest.raises(PlanError, match=rf"expected at most {size}"):
+        Plan.from_dict(data)
 
 
 @pytest.mark.parametrize(

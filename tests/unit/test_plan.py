@@ -263,7 +263,7 @@ def test_a_misspelt_recompute_brings_no_false_complaint(part: tuple[str, int], k
 
 def test_a_group_may_say_how_often_what_one_of_its_stages_recomputes() -> None:
     data = changed((["groups", 0, "recompute_every"], 3), (["stages", 0, "recompute"], "full"))
-    assert Plan.from_dict(data).recompute_interval(0) == 3
+    assert Plan.from_dict(data).recomputed(0).every == 3
     data["stages"][0]["recompute"] = "none"
     (found,) = problems(data)
     assert found.startswith("groups[0].recompute_every is 3, but recompute of group 'fast' is")

@@ -176,10 +176,12 @@ def test_every_pass_runs_once_and_takes_its_time(seed: int, plan: Plan) -> None:
     for span in passes:
         assert span.stage is not None and span.micro_batch is not None
         size = trace.layout.micro_batches[span.stage][span.micro_batch].samples.size
-        again = 0.3 if plan.recompute_of(span.stage) == "full" else 0.0
-        per_layer = 0.3 if span.name == "ForwardPass" else 0.7 + again
         layers = plan.stages[span.stage].layers.size
-        seconds = per_layer * size * layers
+        again = 0
+        if plan.recompute_of(span.stage) == "full":
+            again = min(layers, plan.group_of_stage(span.stage).recompute_layers or layers)
+        forward = span.name == "ForwardPass"
+        seconds = (0.3 * layers if forward else 0.7 * layers + 0.3 * again) * size
         if span.name == "BackwardPass" and (span.rank, span.stage) not in opened:
             opened.add((span.rank, span.stage))
             # Gradients are zeroed first, at 50 MB/s.

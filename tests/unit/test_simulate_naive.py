@@ -23,9 +23,12 @@ def naive_step_s(plan: Plan, hardware: Cluster, setting: Setting, interleaved: b
     numel = [params * stage.layers.size for stage in plan.stages]
 
     def pass_s(kind: str, stage: int, size: int) -> float:
-        again = FORWARD_S if plan.recompute_of(stage) == "full" else 0.0
-        seconds = FORWARD_S if kind == "ForwardPass" else BACKWARD_S + again
-        return seconds * size * plan.stages[stage].layers.size
+        layers, again = plan.stages[stage].layers.size, 0
+        if plan.recompute_of(stage) == "full":
+            again = min(layers, plan.group_of_stage(stage).recompute_layers or layers)
+        if kind == "ForwardPass":
+            return FORWARD_S * size * layers
+        return (BACKWARD_S * layers + FORWARD_S * again) * size
 
     def update_s(kind: str, rank: int, stage: int) -> float:
         group = plan.group_of_stage(stage)

@@ -79,7 +79,7 @@ def _groups(groups: list[dict[str, Any]]) -> Table:
         types = " + ".join(f"{count} {name}" for name, count in group["gpu_types"].items())
         samples = ", ".join(_span(*own) for own in group["samples"].values())
         layers = " ".join(_span(start, stop - 1) for start, stop in group["layers"])
-        recompute = group["recompute"].count("full")
+        number = sum(stop - start for start, stop in group["layers"])
         cells = [
             group["name"],
             types,
@@ -87,7 +87,7 @@ def _groups(groups: list[dict[str, Any]]) -> Table:
             samples,
             str(group["micro_batch_size"]),
             str(group["zero_level"]),
-            f"{recompute} of {len(group['recompute'])}",
+            f"{sum(group['recompute_layers'])} of {number}",
             group["offload"],
             group["dtype"] or "",
         ]

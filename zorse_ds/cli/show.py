@@ -58,11 +58,16 @@ def _stages(facts: dict[str, Any]) -> TableData:
             _spans(stage["ranks"]),
             str(stage["num_micro_batches"]),
             str(stage["zero_level"]),
-            stage["recompute"],
+            _recompute(stage),
         ]
         for stage in facts["stages"]
     ]
     return _with_set(facts["stages"], ("Stages", heads, cells))
+
+
+def _recompute(stage: dict[str, Any]) -> str:
+    number, size = stage["recompute_layers"], stage["layers"][1] - stage["layers"][0]
+    return f"{number} of {size} layers" if 0 < number < size else str(stage["recompute"])
 
 
 def _with_set(stages: list[dict[str, Any]], table: TableData) -> TableData:

@@ -75,14 +75,25 @@ def _shared(plan: Plan, dtype: Dtype) -> list[str]:
     most = max(dtypes, key=lambda name: dtypes[name])
     if most != "float32":
         flags.append("--bf16" if most == "bfloat16" else "--fp16")
-    if any(plan.recompute_of(i) == "full" for i in range(len(plan.stages))):
-        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-        flags += ["--recompute-num-layers", "1"]
+    numbers = [plan.recomputed(i).layers.size for i in range(len(plan.stages))]
+    if any(numbers):
+        flags += ["--recompute-granularity", "full", *_recompute_method(plan, max(numbers))]
     if any(group.zero_level > 0 for group in plan.groups):
         flags.append("--use-distributed-optimizer")
     if any(group.offload != "none" for group in plan.groups):
         flags.append("--optimizer-cpu-offload")
     return flags
+
+
+def _recompute_method(plan: Plan, most: int) -> list[str]:
+    """All layers one by one, or the first ones of each stage."""
+    recomputed = [plan.recomputed(i).layers for i in range(len(plan.stages))]
+    if all(
+        own.size in (0, stage.layers.size)
+        for own, stage in zip(recomputed, plan.stages, strict=True)
+    ):
+        return ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    return ["--recompute-method", "block", "--recompute-num-layers", str(most)]
 
 
 def _unsaid(plan: Plan, dtype: Dtype) -> Iterator[str]:
@@ -92,9 +103,14 @@ def _unsaid(plan: Plan, dtype: Dtype) -> Iterator[str]:
     dtypes = {group.dtype or dtype for group in plan.groups}
     if len(dtypes) > 1:
         yield f"groups compute in {_listed(sorted(dtypes))}; Megatron has one dtype for all"
-    recomputes = {plan.recompute_of(i) for i in range(len(plan.stages))}
-    if len(recomputes) > 1:
-        yield "some stages recompute and some do not; Megatron is told to recompute in all"
+    stages = [(plan.recomputed(i), stage.layers) for i, stage in enumerate(plan.stages)]
+    whole = {recomputed.layers == layers for recomputed, layers in stages}
+    numbers = {recomputed.layers.size for recomputed, _ in stages}
+    if len(whole) > 1 and len(numbers) > 1:
+        most = max(numbers)
+        yield f"stages recompute unlike numbers of layers; Megatron is told {most} in all"
+    if any(recomputed.every > 1 for recomputed, _ in stages):
+        yield "recompute_every is more than 1; Megatron is told to keep the input of every layer"
 
 
 def _of_order(plan: Plan) -> Iterator[str]:

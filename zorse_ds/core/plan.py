@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
 
 from zorse_ds.core.plan_checks import plan_problems
+from zorse_ds.core.recompute import KEPT, RECOMPUTE_KEYS, Recomputed, first_of
 from zorse_ds.core.strict import StrictModel, problems_of, without_faults
 from zorse_ds.errors import PlanError
 from zorse_ds.files import read_json, write_text
@@ -75,6 +76,8 @@ class GpuGroup(StrictModel):
     recompute: Recompute = "none"
     recompute_every: int = Field(default=1, ge=1, le=_MOST)
     """With recompute: layers between two kept activations."""
+    recompute_layers: Annotated[int, Field(ge=1, le=_MOST)] | None = None
+    """With recompute: so many layers of each stage, its first ones; default: all."""
     offload: Literal["none", "params", "params+activations"] = "none"
     dtype: Dtype | None = None
     """What the group computes in; default: what the DeepSpeed config says."""
@@ -93,7 +96,8 @@ class Stage(StrictModel):
     layers: LayerRange
     recompute: Recompute | None = None
     recompute_every: Annotated[int, Field(ge=1, le=_MOST)] | None = None
-    """Both override the group's value when given."""
+    recompute_layers: Annotated[int, Field(ge=1, le=_MOST)] | None = None
+    """All three override the group's value when given."""
 
 
 class Plan(StrictModel):
@@ -179,10 +183,13 @@ class Plan(StrictModel):
         """The stage's own setting, or else its group's."""
         return self.stages[stage].recompute or self.group_of_stage(stage).recompute
 
-    def recompute_interval(self, stage: int) -> int:
-        """Layers between two kept activations of a stage; 0 when all are kept."""
-        every = self.stages[stage].recompute_every or self.group_of_stage(stage).recompute_every
-        return every if self.recompute_of(stage) == "full" else 0
+    def recomputed(self, stage: int) -> Recomputed:
+        """The layers of a stage that are made anew in its backward pass."""
+        if self.recompute_of(stage) == "none":
+            return KEPT
+        own, group = self.stages[stage], self.group_of_stage(stage)
+        number = own.recompute_layers or group.recompute_layers
+        return first_of(own.layers, number, own.recompute_every or group.recompute_every)
 
     def boundary_dtypes(self, default: Dtype) -> dict[int, tuple[Dtype, Dtype]]:
         """Boundaries between groups of unlike dtype → what leaves above, what enters below.
@@ -218,7 +225,7 @@ def _with_what_allows_most(rest: dict[str, Any]) -> dict[str, Any]:
     """A misspelt schedule or recompute was told; what it may have allowed is not told as well."""
 
     def recomputing(part: Any) -> Any:
-        return {"recompute": "full", **part} if "recompute_every" in part else part
+        return {"recompute": "full", **part} if RECOMPUTE_KEYS & part.keys() else part
 
     parts = {key: [recomputing(part) for part in rest[key]] for key in ("groups", "stages")}
     return {"schedule": "ministage", **rest, **parts}

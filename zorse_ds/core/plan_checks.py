@@ -4,17 +4,18 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from zorse_ds.core.recompute import RECOMPUTE_KEYS
 from zorse_ds.core.strict import listed, suggestion
 
 if TYPE_CHECKING:
-    from zorse_ds.core.plan import Plan
+    from zorse_ds.core.plan import GpuGroup, Plan, Stage
 
 
 def plan_problems(plan: "Plan") -> list[str]:
     """Every contradiction between the parts of a plan whose parts are well-formed."""
     of_groups = (_not_empty, _names, _ranks, _samples, _weights)
     of_stages = (_tiling, _hosts, _one_stage_a_group)
-    without_effect = (_turnaround, _ahead, _recompute_every)
+    without_effect = (_turnaround, _ahead, _recompute)
     rules = (*of_groups, *of_stages, *without_effect)
     return [problem for rule in rules for problem in rule(plan)]
 
@@ -139,21 +140,32 @@ def _ahead(plan: "Plan") -> Iterator[str]:
         )
 
 
-def _recompute_every(plan: "Plan") -> Iterator[str]:
+def _recompute(plan: "Plan") -> Iterator[str]:
     of_groups = {group.name: group.recompute for group in plan.groups}
     recomputing: set[str] = set()
     for i, stage in enumerate(plan.stages):
         recompute = stage.recompute or of_groups.get(stage.group)
         if recompute == "full":
             recomputing.add(stage.group)
-        elif recompute == "none" and stage.recompute_every is not None:
+        elif recompute == "none":
+            for key in sorted(RECOMPUTE_KEYS & _given(stage)):
+                yield (
+                    f"stages[{i}].{key} is {getattr(stage, key)}, but its recompute is 'none'; "
+                    "expected recompute 'full', or no such key"
+                )
+        if (stage.recompute_layers or 0) > stage.layers.size:
             yield (
-                f"stages[{i}].recompute_every is {stage.recompute_every}, but its recompute is "
-                "'none'; expected recompute 'full', or no such key"
+                f"stages[{i}].recompute_layers is {stage.recompute_layers}, but the stage has "
+                f"{stage.layers.size} layers; expected at most {stage.layers.size}"
             )
     for i, group in enumerate(plan.groups):
-        if "recompute_every" in group.model_fields_set and group.name not in recomputing:
-            yield (
-                f"groups[{i}].recompute_every is {group.recompute_every}, but recompute of group "
-                f"{group.name!r} is 'none'; expected recompute 'full', or no such key"
-            )
+        if group.name not in recomputing:
+            for key in sorted(RECOMPUTE_KEYS & _given(group)):
+                yield (
+                    f"groups[{i}].{key} is {getattr(group, key)}, but recompute of group "
+                    f"{group.name!r} is 'none'; expected recompute 'full', or no such key"
+                )
+
+
+def _given(part: "GpuGroup | Stage") -> set[str]:
+    return {key for key in part.model_fields_set if getattr(part, key) is not None}

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from zorse_ds.core.model import ModelShape
 from zorse_ds.core.plan import Dtype
+from zorse_ds.core.recompute import KEPT, Recomputed
 from zorse_ds.cost.dtypes import DTYPE_BYTES, MASTER_BYTES
 from zorse_ds.cost.layer_bytes import LayerBytesFigures, bytes_of
 from zorse_ds.cost.setting import Setting
@@ -63,16 +63,20 @@ class ActivationTable:
         self._bytes_of = bytes_of(setting.profile)
         self._figures: dict[Dtype, list[LayerBytesFigures]] = {}
         self._workspaces: dict[tuple[Dtype, int], list[int]] = {}
-        self._found: dict[tuple[Range, Dtype, int, bool], StageActivations] = {}
+        self._found: dict[tuple[Range, Dtype, Recomputed, bool], StageActivations] = {}
 
     def of(
-        self, layers: Range, dtype: Dtype, recompute_interval: int = 0, offloaded: bool = False
+        self,
+        layers: Range,
+        dtype: Dtype,
+        recomputed: Recomputed = KEPT,
+        offloaded: bool = False,
     ) -> StageActivations:
         """Activations of `layers`; `offloaded`: what autograd saves goes to host memory."""
-        key = (layers, dtype, recompute_interval, offloaded)
+        key = (layers, dtype, recomputed, offloaded)
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._made(layers, dtype, recompute_interval, offloaded)
+            found = self._found[key] = self._made(layers, dtype, recomputed, offloaded)
         return found
 
     def boundary_per_sample(self, layer: int, dtype: Dtype) -> float:
@@ -80,9 +84,9 @@ class ActivationTable:
         return self._of_dtype(dtype)[layer].boundary / PER
 
     def _made(
-        self, layers: Range, dtype: Dtype, interval: int, offloaded: bool
+        self, layers: Range, dtype: Dtype, recomputed: Recomputed, offloaded: bool
     ) -> StageActivations:
-        runs = _runs(self._setting.model, layers, self._setting.recomputed, interval)
+        runs = recomputed.runs(layers, self._setting.recomputes)
         segments = [self._segment(run, again, dtype, offloaded) for run, again in runs]
         first, last = layers.start > 0, layers.stop < self._setting.model.num_layers
         arriving = self.boundary_per_sample(layers.start - 1, dtype) if first else 0.0
@@ -90,7 +94,7 @@ class ActivationTable:
         kept = sum(segment.kept_per_sample for segment in segments)
         host = 0.0
         if offloaded:
-            plain = self.of(layers, dtype, interval)
+            plain = self.of(layers, dtype, recomputed)
             host = plain.kept_per_sample - kept
         workspaces = partial(self._workspaces_at, dtype)
         return StageActivations(kept, host, arriving, leaving, tuple(segments), workspaces)
@@ -145,17 +149,3 @@ class ActivationTable:
 def activation_table(setting: Setting) -> ActivationTable:
     """The one `ActivationTable` of a setting."""
     return ActivationTable(setting)
-
-
-def _runs(
-    model: ModelShape, layers: Range, recomputed: tuple[str, ...], interval: int
-) -> list[tuple[Range, bool]]:
-    """The layers in runs that are held together, and whether recompute makes them anew."""
-    runs: list[tuple[Range, bool]] = []
-    for layer in range(layers.start, layers.stop):
-        again = interval > 0 and model.shapes[layer].role in recomputed
-        if again and runs and runs[-1][1] and runs[-1][0].size < interval:
-            runs[-1] = (Range(runs[-1][0].start, layer + 1), True)
-        else:
-            runs.append((Range(layer, layer + 1), again))
-    return runs

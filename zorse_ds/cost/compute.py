@@ -4,6 +4,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from zorse_ds.core.plan import Dtype
+from zorse_ds.core.recompute import KEPT, Recomputed
 from zorse_ds.cost.setting import Setting
 from zorse_ds.ranges import Range
 
@@ -38,8 +39,7 @@ class LayerSums:
         }
         forward = [times[kind].forward_s for kind in model.layers]
         again = [
-            seconds if shape.role in setting.recomputed else 0.0
-            for seconds, shape in zip(forward, model.shapes, strict=True)
+            seconds if setting.recomputes(layer) else 0.0 for layer, seconds in enumerate(forward)
         ]
         self.forward = [0.0, *accumulate(forward)]
         self.backward = [0.0, *accumulate(times[kind].backward_s for kind in model.layers)]
@@ -51,12 +51,11 @@ class LayerSums:
         """One micro-batch forward through `layers`."""
         return self.forward[layers.stop] - self.forward[layers.start]
 
-    def backward_s(self, layers: Range, recompute_interval: int = 0) -> float:
-        """One micro-batch backward through `layers`; any interval but 0 runs blocks once more."""
+    def backward_s(self, layers: Range, recomputed: Recomputed = KEPT) -> float:
+        """One micro-batch backward through `layers`, of which some run forward once more."""
+        again = recomputed.layers
         seconds = self.backward[layers.stop] - self.backward[layers.start]
-        if recompute_interval:
-            seconds += self.again[layers.stop] - self.again[layers.start]
-        return seconds
+        return seconds + self.again[again.stop] - self.again[again.start]
 
 
 @lru_cache(maxsize=8)
@@ -78,13 +77,13 @@ def backward_s(
     rank: int,
     layers: Range,
     size: int,
-    recompute_interval: int = 0,
+    recomputed: Recomputed = KEPT,
     dtype: Dtype | None = None,
 ) -> float:
     """Seconds of `size` samples backward through `layers` on a rank; `dtype`: of its group."""
     kind = setting.cluster.gpus[rank].type.name
     sums = compute_times(setting).sums(kind, dtype or setting.dtype, size)
-    return sums.backward_s(layers, recompute_interval)
+    return sums.backward_s(layers, recomputed)
 
 
 @lru_cache(maxsize=1024)

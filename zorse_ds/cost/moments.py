@@ -57,7 +57,7 @@ class StageBook:
         table = activation_table(setting)
         offloaded = group.offload == "params+activations"
         self.activations = {
-            i: table.of(stage.layers, self.dtype, plan.recompute_interval(i), offloaded)
+            i: table.of(stage.layers, self.dtype, plan.recomputed(i), offloaded)
             for i, stage in enumerate(plan.stages)
             if stage.group == group.name
         }

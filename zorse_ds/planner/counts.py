@@ -7,10 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zorse_ds.core.plan import Dtype
+from zorse_ds.core.recompute import KEPT, first_of
 from zorse_ds.cost.activations import activation_table
 from zorse_ds.cost.compute import compute_times
 from zorse_ds.cost.setting import Setting
 from zorse_ds.cost.state import StageParams, params_of
+from zorse_ds.planner.draft import ROUNDING
 from zorse_ds.ranges import Range
 
 Array = NDArray[np.float64]
@@ -80,27 +82,41 @@ class Counts:
             )
         return self._seconds[key]
 
-    def kept(self, dtype: Dtype, again: bool, offloaded: bool) -> tuple[Array, Array]:
+    def again(self, share: float) -> Array:
+        """The share of blocks that is recomputed if a share of a stage is: whole blocks."""
+        counts = [self.setting.recomputes(layer) for layer in range(self.most)]
+        blocks = np.maximum(self._over_counts(np.cumsum([0.0, *counts])), 1.0)
+        found: Array = np.ceil(share * blocks - ROUNDING) / blocks
+        return found
+
+    def kept(self, dtype: Dtype, share: float, offloaded: bool) -> tuple[Array, Array]:
         """Bytes that a sample in flight keeps: on the device and in host memory."""
+        part = self.again(share)
+        some, none = (self._kept(dtype, every, offloaded) for every in (True, False))
+        device, host = (part * a + (1 - part) * b for a, b in zip(some, none, strict=True))
+        return device, host
+
+    def _kept(self, dtype: Dtype, again: bool, offloaded: bool) -> tuple[Array, Array]:
         key = (dtype, again, offloaded)
         if key not in self._bytes:
             table = activation_table(self.setting)
             each = [
-                table.of(Range(layer, layer + 1), dtype, int(again), offloaded)
-                for layer in range(self.most)
+                table.of(one, dtype, first_of(one) if again else KEPT, offloaded)
+                for one in (Range(layer, layer + 1) for layer in range(self.most))
             ]
             device = np.cumsum([0.0, *(one.kept_per_sample for one in each)])
             host = np.cumsum([0.0, *(one.host_per_sample for one in each)])
             self._bytes[key] = self._over_counts(device), self._over_counts(host)
         return self._bytes[key]
 
-    def extra(self, dtype: Dtype, again: bool, offloaded: bool, size: int) -> float:
+    def extra(self, dtype: Dtype, share: float, offloaded: bool, size: int) -> float:
         """Bytes that a pass adds at its widest layer."""
-        key = (dtype, again, offloaded, size)
+        key = (dtype, share > 0, offloaded, size)
         if key not in self._extra:
             some = self.layers(min(2, self.most))
+            again = first_of(some) if share else KEPT
             table = activation_table(self.setting)
-            self._extra[key] = table.of(some, dtype, int(again), offloaded).extra_bytes(size)
+            self._extra[key] = table.of(some, dtype, again, offloaded).extra_bytes(size)
         return self._extra[key]
 
     def turning(self, values: Array, visits: int) -> Array:

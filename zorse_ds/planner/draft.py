@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import ceil
 from typing import Literal
 
 from zorse_ds.core.plan import Dtype, GpuGroup, GpuShare, Plan, Recompute, Stage
+from zorse_ds.core.recompute import KEPT, Recomputed, first_of
 from zorse_ds.cost.activations import activation_table
 from zorse_ds.cost.compute import compute_times
 from zorse_ds.cost.setting import Setting
@@ -16,6 +18,7 @@ from zorse_ds.ranges import Range, consecutive
 Schedule = Literal["1f1b", "ministage"]
 ZeroLevel = Literal[0, 1, 2, 3]
 Offload = Literal["none", "params", "params+activations"]
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,8 @@ class GroupDraft:
     """The largest micro-batch."""
     dtype: Dtype
     zero_level: ZeroLevel = 2
-    recompute: tuple[bool, ...] = (False,)
-    """One entry a visit."""
+    recompute: tuple[float, ...] = (0.0,)
+    """Of each visit's blocks, the share that is made anew in backward."""
     offload: Offload = "none"
     shard_weights: tuple[float, ...] | None = None
     """One a rank, ascending ranks; None: equal."""
@@ -120,7 +123,8 @@ def group_sample_seconds(group: GroupDraft, stages: Stages, setting: Setting) ->
         if key not in found:
             sums = times.sums(name, group.dtype, group.size)
             whole = sum(
-                sums.forward_s(layers) + sums.backward_s(layers, int(group.recompute[visit]))
+                sums.forward_s(layers)
+                + sums.backward_s(layers, recomputed(group.recompute[visit], layers, setting))
                 for visit, layers in stages
             )
             found[key] = whole / group.size + copied / host_bytes_per_s
@@ -134,9 +138,24 @@ def _copied_bytes(group: GroupDraft, stages: Stages, setting: Setting) -> float:
         return 0.0
     table = activation_table(setting)
     return sum(
-        table.of(layers, group.dtype, int(group.recompute[visit]), offloaded=True).host_per_sample
+        table.of(
+            layers,
+            group.dtype,
+            recomputed(group.recompute[visit], layers, setting),
+            offloaded=True,
+        ).host_per_sample
         for visit, layers in stages
     )
+
+
+@lru_cache(maxsize=65536)
+def recomputed(share: float, layers: Range, setting: Setting) -> Recomputed:
+    """What of a stage is recomputed if a share of its blocks is: whole blocks, rounded up."""
+    every = [layer for layer in range(*layers) if setting.recomputes(layer)]
+    number = ceil(share * len(every) - ROUNDING)
+    if number == len(every):
+        return first_of(layers) if every else KEPT
+    return first_of(layers, every[number - 1] + 1 - layers.start if number else 0)
 
 
 def plan_of(draft: Draft, setting: Setting, batch: int) -> Plan:
@@ -148,7 +167,7 @@ def plan_of(draft: Draft, setting: Setting, batch: int) -> Plan:
         schedule=draft.schedule,
         ahead=draft.ahead,
         groups=tuple(_group(draft, i, names[i], setting, batch) for i in numbers),
-        stages=tuple(_stages(draft, names)),
+        stages=tuple(_stages(draft, names, setting)),
     )
 
 
@@ -162,7 +181,7 @@ def part_of(draft: Draft, index: int, setting: Setting, batch: int) -> Plan:
         turnaround=True,
         ahead=draft.ahead,
         groups=(_group(draft, index, names[index], setting, batch),),
-        stages=tuple(_stages(draft, names)),
+        stages=tuple(_stages(draft, names, setting)),
     )
 
 
@@ -188,16 +207,18 @@ def _share(rank: int, sizes: tuple[int, ...], weight: float) -> GpuShare:
     return GpuShare(rank=rank, micro_batches=sizes, shard_weight=weight)
 
 
-def _stages(draft: Draft, names: Sequence[str]) -> Iterator[Stage]:
+def _stages(draft: Draft, names: Sequence[str], setting: Setting) -> Iterator[Stage]:
     usual = [_usual(group, draft, i) for i, group in enumerate(draft.groups)]
     for visit, index, layers in draft.cuts:
-        own: Recompute = "full" if draft.groups[index].recompute[visit] else "none"
-        yield _stage(names[index], layers, None if own == usual[index] else own)
+        again = recomputed(draft.groups[index].recompute[visit], layers, setting).layers.size
+        own: Recompute = "full" if again else "none"
+        changed = None if own == usual[index] else own
+        yield _stage(names[index], layers, changed, again if 0 < again < layers.size else None)
 
 
 @lru_cache(maxsize=65536)
-def _stage(name: str, layers: Range, recompute: Recompute | None) -> Stage:
-    return Stage(group=name, layers=layers, recompute=recompute)
+def _stage(name: str, layers: Range, recompute: Recompute | None, number: int | None) -> Stage:
+    return Stage(group=name, layers=layers, recompute=recompute, recompute_layers=number)
 
 
 def group_names(draft: Draft) -> list[str]:
@@ -211,5 +232,5 @@ def group_names(draft: Draft) -> list[str]:
 
 def _usual(group: GroupDraft, draft: Draft, index: int) -> Recompute:
     """What most stages of the group do."""
-    own = [group.recompute[visit] for visit, _ in draft.stages_of(index)]
+    own = [group.recompute[visit] > 0 for visit, _ in draft.stages_of(index)]
     return "full" if 2 * sum(own) > len(own) else "none"

@@ -9,14 +9,13 @@ from zorse_ds.core.plan import Plan
 from zorse_ds.cost.memory import RankMemory, group_memory, memory_of
 from zorse_ds.cost.setting import Setting
 from zorse_ds.cost.state import StateBytes, params_of, state_bytes
-from zorse_ds.planner.draft import Draft, GroupDraft, part_of, plan_of, sample_seconds
+from zorse_ds.planner.draft import ROUNDING, Draft, GroupDraft, part_of, plan_of, sample_seconds
 from zorse_ds.planner.offers import offers_of
 from zorse_ds.planner.seats import held_samples, seats_of
 from zorse_ds.planner.settings import OFFLOADS, SPARE_SHARE, levels_of
 from zorse_ds.schedule.compile import limits_of
 from zorse_ds.schedule.inflight import InFlightLimits
 
-ROUNDING = 1e-6
 NEARLY = 0.95
 """What the closed form of memory may be off by."""
 TRIES = 6
@@ -68,7 +67,7 @@ def _likely_settings(
     options = [o for o in offers_of(seat, setting, count).ranked(count) if o.size == group.size]
     for option in options[:TRIES]:
         yield option.group(group.units, seat)
-    smallest = (True,) * draft.num_visits
+    smallest = (1.0,) * draft.num_visits
     level = levels_of(len(group.ranks), draft.num_visits)[-1]
     yield replace(
         group,

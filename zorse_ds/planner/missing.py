@@ -71,4 +71,4 @@ def _changes(setting: Setting, batch: int) -> Iterator[str]:
 
 
 def _feasible(setting: Setting, batch: int) -> bool:
-    return bool(screened(setting, batch, SMALL, silent)[0])
+    return bool(screened(setting, batch, SMALL, silent).ready)

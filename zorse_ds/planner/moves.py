@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
 from zorse_ds.core.plan import Dtype
 from zorse_ds.cost.setting import Setting
@@ -17,13 +18,15 @@ NEAR = 4
 
 
 def neighbours(draft: Draft, setting: Setting) -> Iterator[Draft]:
-    """Layers, micro-batch sizes, visits, the order of groups, and who is in which."""
+    """Layers, micro-batch sizes, visits, the order of groups, who is in which, and how many."""
     yield from _moved_layers(draft)
     yield from _resized(draft)
     yield from _revisited(draft, setting)
     yield from (replace(draft, ahead=ahead) for ahead in AHEADS if ahead != draft.ahead)
     yield from _reordered(draft, setting)
     yield from _regrouped(draft, setting)
+    yield from _merged(draft, setting)
+    yield from _split(draft, setting)
 
 
 def resettled(draft: Draft, setting: Setting, batch: int) -> Iterator[Draft]:
@@ -154,6 +157,39 @@ def _regrouped(draft: Draft, setting: Setting) -> Iterator[Draft]:
                         found = _handed(draft, source, rest, target, part, setting)
                         if found is not None:
                             yield found
+
+
+def _merged(draft: Draft, setting: Setting) -> Iterator[Draft]:
+    """Two groups that follow each other become one."""
+    for first, (one, other) in enumerate(pairwise(draft.groups)):
+        units = joined((*one.units, *other.units))
+        whole = replace(one, units=units, dtype=group_dtype(units, setting), shard_weights=None)
+        groups = (*draft.groups[:first], whole, *draft.groups[first + 2 :])
+        found = recut(replace(draft, groups=groups), setting)
+        if found is not None:
+            yield found
+
+
+def _split(draft: Draft, setting: Setting) -> Iterator[Draft]:
+    """A group becomes two of half the width that follow each other."""
+    for index, group in enumerate(draft.groups):
+        if len(group.ranks) < 2:
+            continue
+        halves = [
+            replace(group, units=units, dtype=group_dtype(units, setting), shard_weights=None)
+            for units in _halved(group.units)
+        ]
+        groups = (*draft.groups[:index], *halves, *draft.groups[index + 1 :])
+        found = recut(replace(draft, groups=groups), setting)
+        if found is not None:
+            yield found
+
+
+def _halved(units: Sequence[Unit]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """Two parts of about as many GPUs; only one unit is cut."""
+    singles = [Unit(unit.node, unit.gpu_type, (rank,)) for unit in units for rank in unit.ranks]
+    half = (len(singles) + 1) // 2
+    return joined(tuple(singles[:half])), joined(tuple(singles[half:]))
 
 
 def _parts(unit: Unit) -> list[Unit]:

@@ -16,7 +16,7 @@ from zorse_ds.cost.dtypes import DTYPE_BYTES, MASTER_BYTES
 from zorse_ds.cost.optimizer import step_s
 from zorse_ds.cost.setting import Setting
 from zorse_ds.planner.counts import Array, counts_of
-from zorse_ds.planner.draft import GroupDraft, Offload, ZeroLevel
+from zorse_ds.planner.draft import ROUNDING, GroupDraft, Offload, ZeroLevel
 from zorse_ds.planner.layers import Pace
 from zorse_ds.planner.seats import Members, Seat
 from zorse_ds.planner.settings import OFFLOADS, SPARE_SHARE, levels_of, patterns_of, sizes_of
@@ -25,7 +25,6 @@ from zorse_ds.planner.units import Unit
 Flags = NDArray[np.bool_]
 MESSAGES = 3
 """On their way to a rank at once."""
-ROUNDING = 1e-6
 MOST = 3.0
 """Times its share of the layers that a group may have."""
 AMPLE = 2
@@ -37,7 +36,7 @@ class Option:
     """Settings of a group."""
 
     size: int
-    recompute: tuple[bool, ...]
+    recompute: tuple[float, ...]
     zero_level: ZeroLevel
     offload: Offload
 
@@ -126,8 +125,11 @@ class _Form:
         """Layers of the group: many more than its share are not looked at."""
         self.sizes = sizes_of(seat.width, setting, seat.batch)
         self.patterns = patterns_of(seat.visits)
-        self.shares = [sum(pattern) / seat.visits for pattern in self.patterns]
-        """Of the layers that recompute."""
+        self.shares = [
+            np.mean([self.counts.again(share) for share in pattern], axis=0)
+            for pattern in self.patterns
+        ]
+        """Of the blocks that recompute, over counts."""
         self.levels = levels_of(seat.width, seat.visits)
         self.offloads = OFFLOADS
         if not every:
@@ -203,7 +205,7 @@ class _Form:
         """Seconds of one sample on a type, its copies to and from host memory included."""
         found = [self.counts.seconds(own.gpu_type, self.seat.dtype, size) for size in self.sizes]
         seconds = self._grid((0,), [plain for plain, _ in found])
-        seconds = seconds + self._axis(self.shares, 1) * self._grid((0,), [a for _, a in found])
+        seconds = seconds + self._grid((1,), self.shares) * self._grid((0,), [a for _, a in found])
         if len(self.offloads) > 1:
             seconds = seconds + 2 * self._hosted() / own.host_bytes_per_s
         found_s: Array = np.maximum(seconds, 1e-12)
@@ -212,11 +214,9 @@ class _Form:
     def _hosted(self) -> Array:
         """Bytes of a sample in host memory."""
         rows = []
-        for share, offload in product(self.shares, self.offloads):
-            again, plain = (
-                self.counts.kept(self.seat.dtype, flag, True)[1] for flag in (True, False)
-            )
-            hosted = share * again + (1 - share) * plain
+        for pattern, offload in product(self.patterns, self.offloads):
+            kept = [self.counts.kept(self.seat.dtype, share, True)[1] for share in pattern]
+            hosted = np.mean(kept, axis=0)
             rows.append(hosted if offload == "params+activations" else 0.0 * hosted)
         return self._grid((1, 3), rows)
 

@@ -12,7 +12,13 @@ from itertools import pairwise
 from zorse_ds.cost.compute import compute_times
 from zorse_ds.cost.dtypes import DTYPE_BYTES
 from zorse_ds.cost.setting import Setting
-from zorse_ds.planner.draft import Draft, GroupDraft, Stages, group_sample_seconds
+from zorse_ds.planner.draft import (
+    Draft,
+    GroupDraft,
+    Stages,
+    group_sample_seconds,
+    recomputed,
+)
 from zorse_ds.planner.settings import host_s
 from zorse_ds.planner.traffic import Shares, boundary_loads, gather_s, reduce_s, ring_pace
 
@@ -112,7 +118,8 @@ def _facts(group: GroupDraft, stages: Stages, setting: Setting, batch: int) -> _
     sums = compute_times(setting).sums(slowest, group.dtype, group.size)
     forward = {visit: sums.forward_s(layers) for visit, layers in stages}
     backward = {
-        visit: sums.backward_s(layers, int(group.recompute[visit])) for visit, layers in stages
+        visit: sums.backward_s(layers, recomputed(group.recompute[visit], layers, setting))
+        for visit, layers in stages
     }
     part = busy / (sum(forward.values()) + sum(backward.values()))
     gathers, waits = _collectives(group, stages, setting)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain, islice, product
 
 from zorse_ds.cost.compute import best_samples_per_s
 from zorse_ds.cost.setting import Setting
@@ -33,10 +33,19 @@ class Costed:
     """The most that a rank lacks; 0 when the draft fits."""
 
 
-def screened(
-    setting: Setting, batch: int, effort: Effort, progress: Progress
-) -> tuple[list[Costed], list[Costed]]:
-    """The drafts to simulate, the cheapest first, and those that come nearest without fitting."""
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """What a screening came to."""
+
+    ready: list[Costed]
+    """Drafts to simulate, the cheapest first."""
+    nearest: list[Costed]
+    """Those that do not fit, the one that lacks least first."""
+    num_costed: int
+
+
+def screened(setting: Setting, batch: int, effort: Effort, progress: Progress) -> Screened:
+    """Many drafts by cost; the best of each grouping, and over all groupings, are made to fit."""
     units = units_of(setting.cluster)
     types = {unit.gpu_type: unit for unit in units}
 
@@ -46,18 +55,21 @@ def screened(
 
     found = groupings(setting.cluster, units, rate, effort.most_groups)
 
-    def drafts(grouping: Grouping) -> list[Costed]:
-        return _fitted(_cheapest(grouping, setting, batch), setting, batch, effort)
+    def cheapest(grouping: Grouping) -> list[Costed]:
+        return _cheapest(grouping, setting, batch)[: effort.judged_per_grouping]
 
     def tell(done: int) -> None:
         progress("costing groupings", done, len(found))
 
-    every = list(chain.from_iterable(fork_map(drafts, found, effort.workers, tell)))
-    if not every:
-        every = [near for own in found for near in _nearly(own, setting, batch)]
-    costed = sorted(every, key=lambda each: (each.missing_bytes, each.score.step_s))
-    ready = [each for each in costed if not each.missing_bytes]
-    return ready[: effort.judged], costed[len(ready) :]
+    drafts = list(chain.from_iterable(fork_map(cheapest, found, effort.workers, tell)))
+    if not drafts:
+        nearest = [near for own in found for near in _nearly(own, setting, batch)]
+        return Screened([], sorted(nearest, key=_by_cost), len(nearest))
+    return _fitted(sorted(drafts, key=_by_cost), setting, batch, effort)
+
+
+def _by_cost(each: Costed) -> tuple[int, float]:
+    return each.missing_bytes, each.score.step_s
 
 
 def _cheapest(grouping: Grouping, setting: Setting, batch: int) -> list[Costed]:
@@ -89,11 +101,18 @@ def _nearly(grouping: Grouping, setting: Setting, batch: int) -> Iterator[Costed
                 return
 
 
-def _fitted(drafts: list[Costed], setting: Setting, batch: int, effort: Effort) -> list[Costed]:
-    """The cheapest of a grouping, by the memory model."""
-    ready = []
-    for each in drafts[: effort.judged_per_grouping]:
-        fit = fitting(each.draft, setting, batch)
-        cost = score(fit.draft, setting, batch)
-        ready.append(Costed(fit.draft, cost, each.origin, fit.overflow_bytes))
-    return ready
+def _fitted(drafts: list[Costed], setting: Setting, batch: int, effort: Effort) -> Screened:
+    """The cheapest with settings that fit by the memory model, as many as will be simulated."""
+
+    def fit(each: Costed) -> Costed:
+        found = fitting(each.draft, setting, batch)
+        cost = score(found.draft, setting, batch)
+        return Costed(found.draft, cost, each.origin, found.overflow_bytes)
+
+    ready: list[Costed] = []
+    nearest: list[Costed] = []
+    waiting = iter(drafts)
+    while some := list(islice(waiting, effort.judged - len(ready))):
+        for each in fork_map(fit, some, effort.workers):
+            (nearest if each.missing_bytes else ready).append(each)
+    return Screened(sorted(ready, key=_by_cost), sorted(nearest, key=_by_cost), len(drafts))

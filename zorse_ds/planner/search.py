@@ -39,11 +39,11 @@ def search(
 
     Raises `PlannerError` when no plan fits, with what is missing.
     """
-    chosen, missing = screened(setting, batch, effort, progress)
-    if not chosen:
-        raise PlannerError(what_is_missing(missing, setting, batch))
+    screen = screened(setting, batch, effort, progress)
+    if not screen.ready:
+        raise PlannerError(what_is_missing(screen.nearest, setting, batch))
     judge = Judge(setting, batch, effort.events, effort.events_at_once, effort.workers)
-    cases = [Case(each.draft, each.origin) for each in chosen]
+    cases = [Case(each.draft, each.origin) for each in screen.ready]
     step = 2 * effort.workers
     for start in range(0, len(cases), step):
         progress("simulating", start, len(cases))
@@ -53,6 +53,5 @@ def search(
     progress("simulating whole steps", 0, effort.confirmed)
     ranked = judge.confirmed(effort.confirmed)
     if not ranked:
-        raise PlannerError(what_is_missing(missing, setting, batch))
-    num_costed = len(chosen) + len(missing)
-    return Found(ranked, num_costed, len(judge.ranked()), judge.spent)
+        raise PlannerError(what_is_missing(screen.nearest, setting, batch))
+    return Found(ranked, screen.num_costed, len(judge.ranked()), judge.spent)

@@ -78,7 +78,8 @@ def seats_of(
             place=Place(i == 0, i == len(groups) - 1),
             visits=visits,
             batch=batch,
-            weight=speeds[i] / sum(speeds),
+            # Rounded, for the order of a sum would make equal seats differ.
+            weight=round(speeds[i] / sum(speeds), 9),
         )
         for i, group in enumerate(groups)
     ]

@@ -43,10 +43,18 @@ def levels_of(width: int, visits: int) -> tuple[ZeroLevel, ...]:
     return (least, 3) if visits > 1 else (least,)
 
 
-def patterns_of(visits: int) -> tuple[tuple[bool, ...], ...]:
-    """Visits that recompute: none, all but the one where the pipeline turns around, all."""
-    none, every = (False,) * visits, (True,) * visits
-    return (none, every) if visits == 1 else (none, (*every[:-1], False), every)
+PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of the only stage of a group that may be recomputed."""
+
+
+def patterns_of(visits: int) -> tuple[tuple[float, ...], ...]:
+    """What of each visit is recomputed.
+
+    A part of the only one; of several none, all but the one where the pipeline turns around, all.
+    """
+    if visits == 1:
+        return tuple((part,) for part in PARTS)
+    return (0.0,) * visits, (*(1.0,) * (visits - 1), 0.0), (1.0,) * visits
 
 
 def rungs(draft: Draft, index: int, setting: Setting, batch: int) -> list[GroupDraft]:
@@ -54,9 +62,11 @@ def rungs(draft: Draft, index: int, setting: Setting, batch: int) -> list[GroupD
     group = draft.groups[index]
     visits = [visit for visit, _ in draft.stages_of(index)]
     recomputes = {
-        tuple(visit in again for visit in range(draft.num_visits))
+        tuple(1.0 * (visit in again) for visit in range(draft.num_visits))
         for again in ((), visits[:-1], visits)
     }
+    if draft.num_visits == 1:
+        recomputes = set(patterns_of(1))
     levels = levels_of(len(group.ranks), draft.num_visits)
     every = [
         replace(group, recompute=again, zero_level=level, offload=offload, shard_weights=None)
@@ -67,7 +77,7 @@ def rungs(draft: Draft, index: int, setting: Setting, batch: int) -> list[GroupD
 
 def _cost(
     draft: Draft, index: int, rung: GroupDraft, setting: Setting, batch: int
-) -> tuple[float, int, tuple[bool, ...], int]:
+) -> tuple[float, int, tuple[float, ...], int]:
     """Seconds a step that the settings need on an average rank; then what is simpler."""
     stages = draft.stages_of(index)
     each = group_sample_seconds(rung, stages, setting)

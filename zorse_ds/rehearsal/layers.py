@@ -25,18 +25,18 @@ class Piece:
 
 
 class MiniLayer(nn.Module):
-    """A pipeline layer of a kind of the model; `recomputed`: where stages recompute, it is."""
+    """A pipeline layer of a kind of the model."""
 
-    def __init__(self, kind: str, width: int, recomputed: bool) -> None:
+    def __init__(self, kind: str, width: int) -> None:
         super().__init__()
-        self.kind, self.width, self.recomputed = kind, width, recomputed
+        self.kind, self.width = kind, width
 
 
 class MiniEmbedding(MiniLayer):
     """Ids (b, n), of any size → hidden state (b, width): the mean of the rows they fall on."""
 
-    def __init__(self, kind: str, width: int, recomputed: bool, numel: int) -> None:
-        super().__init__(kind, width, recomputed)
+    def __init__(self, kind: str, width: int, numel: int) -> None:
+        super().__init__(kind, width)
         self.table = nn.Parameter(torch.randn(numel) * 0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -48,8 +48,8 @@ class MiniEmbedding(MiniLayer):
 class MiniBlock(MiniLayer):
     """Hidden state (b, width) → hidden state: one residual step a piece."""
 
-    def __init__(self, kind: str, width: int, recomputed: bool, pieces: Sequence[Piece]) -> None:
-        super().__init__(kind, width, recomputed)
+    def __init__(self, kind: str, width: int, pieces: Sequence[Piece]) -> None:
+        super().__init__(kind, width)
         self.pieces = tuple(pieces)
         self.weights = nn.ParameterList(
             nn.Parameter(torch.randn(piece.numel) * 0.05) for piece in pieces

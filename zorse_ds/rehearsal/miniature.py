@@ -51,11 +51,10 @@ class Miniature:
 
     def _layer(self, kind: str, dtype: Dtype) -> tuple[type[nn.Module], tuple[Any, ...]]:
         shape = self.setting.model.kinds[kind]
-        common = (kind, self.width, shape.role in self.setting.recomputed)
         if shape.role == "embedding":
-            return MiniEmbedding, (*common, self.numel(shape))
+            return MiniEmbedding, (kind, self.width, self.numel(shape))
         made = MiniHead if shape.role == "head" else MiniBlock
-        return made, (*common, self._pieces(kind, shape, dtype))
+        return made, (kind, self.width, self._pieces(kind, shape, dtype))
 
     def loss(self, dtype: Dtype) -> MiniLoss:
         """The loss behind the head, which keeps float32 log-probabilities."""

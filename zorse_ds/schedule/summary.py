@@ -55,7 +55,7 @@ def held_shares(group: GpuGroup, gpu: GpuShare) -> dict[str, float]:
 
 
 def _stage(trace: Trace, stage: int) -> dict[str, Any]:
-    group = trace.plan.group_of_stage(stage)
+    group, recomputed = trace.plan.group_of_stage(stage), trace.plan.recomputed(stage)
     return {
         "stage": stage,
         "layers": list(trace.plan.stages[stage].layers),
@@ -64,7 +64,8 @@ def _stage(trace: Trace, stage: int) -> dict[str, Any]:
         "num_micro_batches": len(trace.layout.micro_batches[stage]),
         "zero_level": group.zero_level,
         "recompute": trace.plan.recompute_of(stage),
-        "recompute_every": trace.plan.recompute_interval(stage),
+        "recompute_every": recomputed.every if recomputed else 0,
+        "recompute_layers": recomputed.layers.size,
         "offload": group.offload,
         "dtype": group.dtype or CONFIGS_DTYPE,
     }

@@ -54,7 +54,7 @@ class Durations:
         """
         times = compute_times(self.setting)
         layers, dtype = self.plan.stages[stage].layers, self.dtypes[stage]
-        interval = self.plan.recompute_interval(stage)
+        recomputed = self.plan.recomputed(stage)
         copied = self._copied_per_sample(stage)
         found: dict[tuple[int, int], tuple[float, float]] = {}
         forward, backward = [], []
@@ -69,7 +69,7 @@ class Durations:
                 copy_s = copied * size / gpu.host_bytes_per_s
                 seconds = found[key] = (
                     sums.forward_s(layers) + copy_s,
-                    sums.backward_s(layers, interval) + copy_s,
+                    sums.backward_s(layers, recomputed) + copy_s,
                 )
             forward.append(seconds[0])
             backward.append(seconds[1])
@@ -188,10 +188,10 @@ class Durations:
         group = self.groups[stage]
         if group.offload != "params+activations":
             return 0.0
-        interval = self.plan.recompute_interval(stage)
+        recomputed = self.plan.recomputed(stage)
         layers = self.plan.stages[stage].layers
         table = activation_table(self.setting)
-        return table.of(layers, self.dtypes[stage], interval, True).host_per_sample
+        return table.of(layers, self.dtypes[stage], recomputed, True).host_per_sample
 
 
 def check_fits(plan: Plan, setting: Setting) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
+from zorse_ds.core.recompute import Recomputed
 from zorse_ds.errors import ModelError
 from zorse_ds.ranges import Range
 
@@ -20,8 +21,8 @@ Layer: TypeAlias = LayerSpec | nn.Module | Callable[[Any], Any]
 class LayerListStage(nn.Module):
     """The layers of one stage, called one after the other.
 
-    With `recompute`, only every `recompute`-th layer's input is kept; what lies between is made
-    anew in backward (non-re-entrant).
+    Of each run of layers that is `again` only the input is kept; what lies between is made anew in
+    backward (non-re-entrant).
     """
 
     def __init__(
@@ -30,22 +31,25 @@ class LayerListStage(nn.Module):
         calls: Sequence[Callable[[Any], Any]],
         names: dict[str, str],
         ties: dict[str, int],
-        recompute: int,
+        runs: Sequence[tuple[Range, bool]],
     ) -> None:
         super().__init__()
         self.owned = nn.ModuleDict(modules)
         self._calls = tuple(calls)
         self._names = names
         self._ties = ties
-        self._recompute = recompute
+        self._runs = tuple(runs)
+        """Of the calls, by place, and whether they are made anew."""
 
     def forward(self, value: Any) -> Any:
         """The stage's input → its output."""
-        if not (self._recompute and self.training and torch.is_grad_enabled()):
-            return _in_order(self._calls, value)
-        for start in range(0, len(self._calls), self._recompute):
-            calls = self._calls[start : start + self._recompute]
-            value = checkpoint(_in_order, calls, value, use_reentrant=False)
+        kept = not (self.training and torch.is_grad_enabled())
+        for run, again in self._runs:
+            calls = self._calls[run.as_slice()]
+            if kept or not again:
+                value = _in_order(calls, value)
+            else:
+                value = checkpoint(_in_order, calls, value, use_reentrant=False)
         return value
 
     def global_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -71,11 +75,17 @@ class LayerListStages:
     weights do not depend on the plan.
     """
 
-    def __init__(self, layers: Sequence[Layer], base_seed: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        base_seed: int,
+        can_recompute: Callable[[int], bool] = lambda layer: True,
+    ) -> None:
         if not layers:
             raise ModelError("layers is empty; expected at least one pipeline layer")
         self._layers = list(layers)
         self._base_seed = base_seed
+        self._can_recompute = can_recompute
         self._sharing = _Sharing(self._layers)
         self.tied_layers = self._sharing.tied_layers
 
@@ -103,7 +113,7 @@ class LayerListStages:
         return (int(head.removeprefix("tied_")),), local
 
     def build(
-        self, layers: Range, *, recompute: int, owns: Callable[[int], bool]
+        self, layers: Range, *, recomputed: Recomputed, owns: Callable[[int], bool]
     ) -> LayerListStage:
         """The stage of `layers`; `owns(tie)`: it is the first to use those shared parameters."""
         own = self._layers[layers.as_slice()]
@@ -125,7 +135,15 @@ class LayerListStages:
             for local, name in names.items()
             if (tie := self._sharing.tie_of(local, name)) is not None
         }
-        return LayerListStage(modules, calls, names, ties, recompute)
+        runs = [
+            (run.relative_to(layers.start), again)
+            for run, again in recomputed.runs(layers, self._can_recompute)
+        ]
+        return self.make_stage(modules, calls, names, ties, runs)
+
+    def make_stage(self, *parts: Any) -> LayerListStage:
+        """A stage of what `LayerListStage` takes."""
+        return LayerListStage(*parts)
 
     def _module_of(
         self, index: int, layer: Layer, built: dict[str, nn.Module]

@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from zorse_ds.core.plan import Plan
+from zorse_ds.core.recompute import Recomputed
 from zorse_ds.errors import PlanError
 from zorse_ds.integrations.deepspeed.agreement import agree_on_model, together
 from zorse_ds.integrations.deepspeed.config import settled_plan
@@ -42,10 +43,12 @@ class StageSource(Protocol):
     def fingerprint(self) -> str:
         """What tells the weights from others; empty where the first rank's are taken anyway."""
 
-    def build(self, layers: Range, *, recompute: int, owns: Callable[[int], bool]) -> nn.Module:
+    def build(
+        self, layers: Range, *, recomputed: Recomputed, owns: Callable[[int], bool]
+    ) -> nn.Module:
         """A `StageModel` of a range of pipeline layers; `owns(tie)`: it is a tie's first stage.
 
-        `recompute`: layers between two kept activations; 0 keeps all.
+        `recomputed`: what is made anew in backward.
         """
 
 
@@ -121,13 +124,13 @@ class ZorsePipelineModule(PipelineModule):
         owners = {tie.index: tie.owner for tie in self.ties}
         self.stages = nn.ModuleDict()
         for stage in self.plan.stages_of_rank(self.global_rank):
-            recompute = self.plan.recompute_interval(stage)
+            recomputed = self.plan.recomputed(stage)
 
             def owns(tie: int, stage: int = stage) -> bool:
                 return owners.get(tie, stage) == stage
 
             model = self.source.build(
-                self.plan.stages[stage].layers, recompute=recompute, owns=owns
+                self.plan.stages[stage].layers, recomputed=recomputed, owns=owns
             )
             self.stages[str(stage)] = model
             self.forward_funcs.append(model)

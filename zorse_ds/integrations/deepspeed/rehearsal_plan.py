@@ -1,13 +1,12 @@
 """Rehearsing a plan: a miniature of its model, trained by the real engine on virtual GPUs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.cost.dtypes import DTYPE_BYTES, dtype_of
@@ -17,11 +16,9 @@ from zorse_ds.integrations.deepspeed.initialize import initialize
 from zorse_ds.integrations.deepspeed.layers import LayerListStage, LayerListStages
 from zorse_ds.integrations.deepspeed.module import ZorsePipelineModule, init_distributed
 from zorse_ds.integrations.deepspeed.rehearsal import attach
-from zorse_ds.ranges import Range
 from zorse_ds.rehearsal.clock import Pace
 from zorse_ds.rehearsal.figures import StepFigures
 from zorse_ds.rehearsal.gpu import VirtualGpu
-from zorse_ds.rehearsal.layers import MiniLayer
 from zorse_ds.rehearsal.miniature import Miniature
 
 SEED = 1234
@@ -84,7 +81,7 @@ def make_engine(run: PlanRun, mini: Miniature) -> Any:
     layers = _specs(run, mini)
     module = ZorsePipelineModule(
         plan=plan,
-        source=MiniStages(layers, SEED),
+        source=MiniStages(layers, SEED, run.setting.recomputes),
         loss_fn=mini.loss(dtype_of(run.plan.group_of_stage(len(plan.stages) - 1), run.setting)),
     )
     config = {
@@ -121,39 +118,17 @@ def _specs(run: PlanRun, mini: Miniature) -> list[LayerSpec]:
 
 
 class MiniStages(LayerListStages):
-    """Stages of a miniature; recompute takes the layers that it takes in the real model."""
+    """Stages of a miniature."""
 
-    def build(
-        self, layers: Range, *, recompute: int, owns: Callable[[int], bool]
-    ) -> LayerListStage:
-        """See `LayerListStages.build`."""
-        stage = super().build(layers, recompute=0, owns=owns)
-        if recompute:
-            stage._calls = tuple(_with_recompute(stage._calls, recompute))
-        return stage
+    def make_stage(self, *parts: Any) -> LayerListStage:
+        """See `LayerListStages.make_stage`."""
+        return MiniStage(*parts)
 
 
-def _with_recompute(calls: Sequence[Any], interval: int) -> list[Callable[[Any], Any]]:
-    """Runs of up to `interval` layers become one call each that keeps its input alone."""
-    found: list[list[MiniLayer]] = []
-    for call in calls:
-        joins = found and call.recomputed and found[-1][0].recomputed
-        if joins and len(found[-1]) < interval:
-            found[-1].append(call)
-        else:
-            found.append([call])
-    return [partial(_again, run) if run[0].recomputed else run[0] for run in found]
+class MiniStage(LayerListStage):
+    """Layers that recompute would stop early would not take their time."""
 
-
-def _again(layers: Sequence[MiniLayer], value: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return _in_order(layers, value)
-    # Stopped early, the last layer would not take its time.
-    with set_checkpoint_early_stop(False):
-        return checkpoint(_in_order, layers, value, use_reentrant=False)
-
-
-def _in_order(layers: Sequence[MiniLayer], value: Any) -> Any:
-    for layer in layers:
-        value = layer(value)
-    return value
+    def forward(self, value: Any) -> Any:
+        """See `LayerListStage.forward`."""
+        with set_checkpoint_early_stop(False):
+            return super().forward(value)

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from zorse_ds.core.plan import Plan
+from zorse_ds.core.recompute import Recomputed
 from zorse_ds.errors import ConfigError, ModelError, PlanError
 from zorse_ds.integrations.deepspeed.agreement import together
 from zorse_ds.integrations.deepspeed.auto_plan import auto_plan, wants_auto
@@ -172,15 +173,17 @@ class PretrainedStages:
         facts += str(stages.adapters)
         return hashlib.sha256(facts.encode()).hexdigest()
 
-    def build(self, layers: Range, *, recompute: int, owns: Callable[[int], bool]) -> CausalLMStage:
+    def build(
+        self, layers: Range, *, recomputed: Recomputed, owns: Callable[[int], bool]
+    ) -> CausalLMStage:
         """See `StageSource.build`; every stage holds its own copy of tied weights."""
-        if recompute > 1:
+        if recomputed.every > 1:
             raise ModelError(
-                f"recompute_every is {recompute}, but a Hugging Face model's own forward runs "
-                "block by block; expected 1"
+                f"recompute_every is {recomputed.every}, but a Hugging Face model's own forward "
+                "runs block by block; expected 1"
             )
         with _one_progress_bar():
-            return self._stages.build(layers.start, layers.stop, recompute=bool(recompute))
+            return self._stages.build(layers.start, layers.stop, recomputed=recomputed.layers)
 
     def write_model_files(self, folder: Path) -> None:
         """Configuration and tokenizer, so that a checkpoint can be exported without the source."""

@@ -9,10 +9,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from zorse_ds.core.recompute import KEPT
 from zorse_ds.errors import DataError
 from zorse_ds.integrations.huggingface.prune import StageExit
 from zorse_ds.integrations.huggingface.router_loss import RouterSums
 from zorse_ds.integrations.huggingface.structure import ModelStructure
+from zorse_ds.ranges import Range
 
 INPUT_NAMES = ("input_ids", "attention_mask", "position_ids")
 
@@ -36,7 +38,7 @@ class CausalLMStage(nn.Module):
         start: int,
         stop: int,
         *,
-        recompute: bool = False,
+        recomputed: Range = KEPT.layers,
     ) -> None:
         super().__init__()
         self.model = model
@@ -48,8 +50,7 @@ class CausalLMStage(nn.Module):
         self._install_exit()
         loss = structure.router_loss
         self._routers = None if loss is None else RouterSums(loss, self._blocks())
-        if recompute:
-            self._recompute_blocks()
+        self._recompute_blocks(recomputed)
         self.train()
 
     @property
@@ -168,10 +169,11 @@ class CausalLMStage(nn.Module):
         if self.stop == self.structure.num_layers - 1:
             self._blocks()[-1].register_forward_hook(_leave)
 
-    def _recompute_blocks(self) -> None:
-        """Keep only the input of each local block and compute it again in the backward pass."""
-        first, last = max(self.start, 1), min(self.stop, self.structure.num_layers - 1)
-        for block in self._blocks()[first - 1 : last - 1]:
+    def _recompute_blocks(self, layers: Range) -> None:
+        """Keep only the input of some local blocks and compute them again in the backward pass."""
+        first = max(self.start, layers.start, 1)
+        last = min(self.stop, layers.stop, self.structure.num_layers - 1)
+        for block in self._blocks()[first - 1 : max(last - 1, 0)]:
             # Wrapped below __call__, so that hooks run once. Non-re-entrant, so that parameters
             # get gradients also when the block's input needs none.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from zorse_ds.core.recompute import KEPT
 from zorse_ds.errors import ModelError
 from zorse_ds.integrations.huggingface.adapters import (
     Adapters,
@@ -23,6 +24,7 @@ from zorse_ds.integrations.huggingface.probe import probe
 from zorse_ds.integrations.huggingface.router_probe import without_router_loss
 from zorse_ds.integrations.huggingface.stage import CausalLMStage
 from zorse_ds.integrations.huggingface.structure import ModelStructure
+from zorse_ds.ranges import Range
 
 
 class CausalLMStages:
@@ -139,12 +141,12 @@ class CausalLMStages:
         start: int,
         stop: int,
         *,
-        recompute: bool = False,
+        recomputed: Range = KEPT.layers,
         device: str | torch.device = "cpu",
     ) -> CausalLMStage:
         """The stage of pipeline layers [start, stop), with weights, in training mode.
 
-        With `recompute` blocks keep only their input and run again in the backward pass. Raises
+        Blocks of `recomputed` keep only their input and run again in the backward pass. Raises
         ModelError for an empty range, one outside the model, or weights that are not there.
         """
         num_layers = self.structure.num_layers
@@ -157,7 +159,7 @@ class CausalLMStages:
         if self.adapters is not None:
             self.adapters.attach(model, self.structure, range(start, stop))
         model.to(torch.device(device))
-        return CausalLMStage(model, self.structure, start, stop, recompute=recompute)
+        return CausalLMStage(model, self.structure, start, stop, recomputed=recomputed)
 
     def _model(self, start: int, stop: int) -> PreTrainedModel:
         """The pruned model, with weights from the folder or from the seed."""
