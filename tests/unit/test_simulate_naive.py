@@ -13,7 +13,8 @@ from zorse_ds.cost.setting import Setting
 from zorse_ds.schedule.compile import compile_trace
 from zorse_ds.simulator.simulate import simulate
 
-FORWARD_S, BACKWARD_S = 0.31, 0.73
+# With round numbers passes end at one instant, and who is first on a link is anybody's guess.
+FORWARD_S, BACKWARD_S = 0.331123, 0.717931
 MEMORY_BYTES_PER_S = 0.05e9
 HOST_BYTES_PER_S = 20e9
 
