@@ -69,6 +69,8 @@ class Step:
     clip: float = 0.0
     loss_scale: float = 1.0
     trains: bool = True
+    shares: Plan | None = None
+    """What runs it instead of the job's plan, from which it differs in micro-batches alone."""
 
 
 @dataclass
@@ -229,7 +231,7 @@ def run(
 
 
 def _trace(job: Job, plan: Plan, tied_layers: Sequence[Sequence[int]], step: Step) -> Trace:
-    resized = plan.resized(len(step.samples))
+    resized = (step.shares or plan).resized(len(step.samples))
     trace = (
         compile_trace(resized, tied_layers, interleaved=job.interleaved)
         if step.trains

@@ -12,6 +12,7 @@ import torch
 from zorse_ds import Plan
 from zorse_ds.errors import ConfigError, PlanError
 from zorse_ds.integrations.deepspeed.config import (
+    AdaptSettings,
     check_config,
     load_config,
     plan_from_config,
@@ -226,6 +227,24 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
 def test_a_section_that_is_no_object_is_refused() -> None:
     with pytest.raises(ConfigError, match="zorse"):
         settings_of({"zorse": "plan.json"})
+
+
+def test_shares_adapt_when_asked_and_as_asked() -> None:
+    def adapt(value: Any) -> Any:
+        return settings_of({"zorse": {"adapt_shares": value}}).adapt_shares
+
+    assert settings_of({}).adapt_shares is None and adapt(False) is None and adapt(None) is None
+    assert adapt(True) == adapt({}) == AdaptSettings()
+    assert adapt({"window": 9}).window == 9
+    refused = [
+        ("yes", r"zorse\.adapt_shares is 'yes'; expected true, false or an object"),
+        ({"windows": 3}, r"zorse\.adapt_shares\.windows is not a known key.*did you mean 'window'"),
+        ({"least_gain": 0}, r"zorse\.adapt_shares\.least_gain is 0; expected more than 0"),
+        ({"most_moved": 1.5}, r"zorse\.adapt_shares\.most_moved is 1\.5; expected at most 1"),
+    ]
+    for value, sentence in refused:
+        with pytest.raises(ConfigError, match=sentence):
+            adapt(value)
 
 
 def test_a_config_given_as_dictionary_is_left_alone() -> None:

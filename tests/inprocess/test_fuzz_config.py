@@ -25,6 +25,7 @@ ZORSE = {
     "plan": PLAN,
     "data": {"shuffle": True, "seed": 3},
     "checkpoint": {"async": True, "keep_last": 2, "folder": "ckpt"},
+    "adapt_shares": {"window": 4, "least_gain": 0.1, "most_moved": 0.5},
     "optimizer_step": "delayed",
     "transport": "staged",
     "timeout_s": 30.0,

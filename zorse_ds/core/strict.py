@@ -120,6 +120,10 @@ def _expected(message: str, kind: str, context: dict[str, Any]) -> str:
         return f"at least {context['ge']}"
     if kind == "less_than_equal":
         return f"at most {context['le']}"
+    if kind == "greater_than":
+        return f"more than {context['gt']}"
+    if kind == "less_than":
+        return f"less than {context['lt']}"
     if kind == "string_too_short":
         return "a text that is not empty"
     return _EXPECTED_TYPES.get(kind, message.removeprefix("Value error, "))

@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from zorse_ds.core.handover import PLAN_VARIABLE
 from zorse_ds.core.plan import Plan
@@ -47,6 +47,26 @@ class MonitorSettings(StrictModel):
     """Where pictures and W&B's files go; a run that goes on there goes on in W&B too."""
 
 
+class AdaptSettings(StrictModel):
+    """When micro-batches move between ranks of a group, and how many at once."""
+
+    window: int = Field(default=5, ge=1, le=10_000)
+    """Steps whose median decides; they are measured anew after each change."""
+    least_gain: float = Field(default=0.05, gt=0, lt=1)
+    """Share of the step (0–1) that a change must be predicted to save."""
+    most_moved: float = Field(default=0.25, gt=0, le=1)
+    """Share of a group's samples (0–1) that one change may move."""
+
+
+def _switched(value: object) -> object:
+    """true: with all defaults; false: not at all."""
+    if isinstance(value, bool):
+        return {} if value else None
+    if not isinstance(value, dict | AdaptSettings | None):
+        raise ValueError("true, false or an object {...}")
+    return value
+
+
 class ZorseSettings(StrictModel):
     """The `zorse` section."""
 
@@ -62,6 +82,8 @@ class ZorseSettings(StrictModel):
     """LoRA for `from_pretrained`: a `peft` configuration, or the path of one."""
     data: DataSettings = DataSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    adapt_shares: Annotated[AdaptSettings | None, BeforeValidator(_switched)] = None
+    """Micro-batches move to where they end sooner, as measured; `true` or how."""
     monitor: MonitorSettings = MonitorSettings()
     optimizer_step: Literal["auto", "interleaved", "delayed"] = "auto"
     """`interleaved`: each stage steps as soon as its backward ends; `delayed`: all at the end."""

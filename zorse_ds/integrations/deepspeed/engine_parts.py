@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zorse_ds.core.handover import PROGRESS_VARIABLE, ProgressNotes
 from zorse_ds.core.plan import Plan
+from zorse_ds.integrations.deepspeed.adapting import Adapting
 from zorse_ds.integrations.deepspeed.agreement import (
     agree_on_config,
     agree_on_data,
@@ -37,7 +38,6 @@ from zorse_ds.runtime.host_memory import HostMemory
 from zorse_ds.runtime.ledger import MemoryLedger
 from zorse_ds.runtime.losses import Criterion
 from zorse_ds.runtime.optimizer import OptimizerFactory, ShardedOptimizer
-from zorse_ds.runtime.stage import StageRunner
 from zorse_ds.runtime.worker import Worker
 
 
@@ -77,6 +77,8 @@ class EngineParts:
         self.dtype = dtype_of_rank(self.plan, self.rank, config)
         check_devices(self.world, self.dtype)
         self.host = HostMemory(self.device) if self.group.offload != "none" else None
+        adapt = self.settings.adapt_shares
+        self.adapting = Adapting(self.world, self.plan, self.traces, adapt, self.device)
         self.monitoring = Monitoring(self.world, self.plan, config, self.settings, self.device)
 
     def close(self) -> None:
@@ -119,7 +121,8 @@ class EngineParts:
         return build_optimizer(parts, groups, client or from_config, originals)
 
     def after_step(self, engine: Any, batch: Any, number: int) -> None:
-        """Tell the monitors and the restarter of a step."""
+        """Move shares where that pays; tell the monitors and the restarter of a step."""
+        self.adapting.after_step(number, batch.num_samples)
         self.monitoring.after_step(engine, batch)
         self.progress.note(number)
 
@@ -132,7 +135,10 @@ class EngineParts:
         }
         worker = Worker(
             self.rank,
-            {stage: StageRunner(model, self._saving(model)) for stage, model in models.items()},
+            {
+                stage: self.adapting.runner(stage, model, self._saving(model))
+                for stage, model in models.items()
+            },
             criterion,
             self.world.transport,
             optimizer,

@@ -57,7 +57,7 @@ class Monitoring:
         settings: ZorseSettings,
         device: torch.device,
     ) -> None:
-        self._world, self._plan, self._device = world, plan, device
+        self._world, self._device = world, device
         self._settings = settings.monitor
         wanted = {key for key in _SECTIONS if (config.get(key) or {}).get("enabled")}
         facts: list[Any] = world.gather_objects((bool(wanted), _own_type(device)))
@@ -92,7 +92,9 @@ class Monitoring:
 
     def _tell(self, engine: Any, ranks: Sequence[RankStep], num_samples: int) -> None:
         at = engine.global_samples
-        values = dict(self._values(engine.report, ranks, num_samples))
+        adapting = engine.parts.adapting
+        values = dict(self._values(engine.report, ranks, num_samples, adapting.ran))
+        values |= adapting.values()
         engine.monitor.write_events([(PREFIX + name, value, at) for name, value in values.items()])
         timelines = [rank.timeline for rank in ranks if rank.timeline is not None]
         if timelines:
@@ -104,7 +106,7 @@ class Monitoring:
             self._wandb.close()
 
     def _values(
-        self, report: Any, ranks: Sequence[RankStep], num_samples: int
+        self, report: Any, ranks: Sequence[RankStep], num_samples: int, plan: Plan
     ) -> Iterator[tuple[str, float]]:
         step_s = max(rank.step_s for rank in ranks)
         yield "perplexity", math.exp(report.loss) if report.loss < 700 else math.inf
@@ -115,11 +117,11 @@ class Monitoring:
         if predicted_s is not None:
             yield "predicted_step_s", predicted_s
             yield "step_s_over_predicted", step_s / predicted_s
-        first = self._plan.group_of_stage(0).ranks
+        first = plan.group_of_stage(0).ranks
         tokens_per_s = sum(ranks[rank].num_tokens for rank in first) / step_s
         if tokens_per_s:
             yield "tokens_per_s", tokens_per_s
-            for name, share in work_shares(self._plan, self.gpu_types).items():
+            for name, share in work_shares(plan, self.gpu_types).items():
                 yield f"tokens_per_s/{name}", tokens_per_s * share
         for number, rank in enumerate(ranks):
             yield f"busy_share/rank_{number}", rank.busy_s / step_s
