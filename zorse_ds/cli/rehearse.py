@@ -24,6 +24,7 @@ from zorse_ds.cli.options import (
     SeqLen,
     ShapeFile,
 )
+from zorse_ds.cli.rehearse_drift import AdaptShares, Drift, SlowGpus, show_steps, steps_of
 from zorse_ds.cli.settings import load_setting
 from zorse_ds.core.gpus import GIB
 from zorse_ds.core.plan import Plan
@@ -63,6 +64,8 @@ def rehearse(
             help="Real seconds of a virtual one; 0: nobody sleeps [default: what cores allow].",
         ),
     ] = None,
+    slow: SlowGpus = None,
+    adapt_shares: AdaptShares = False,
     tolerance: Annotated[
         float, typer.Option(min=0, help="Most by which measured and simulated may differ, in %.")
     ] = 5.0,
@@ -79,13 +82,17 @@ def rehearse(
     setting = load_setting(cluster, seq_len, dtype, model=model, shape=shape, profile=profile)
     _check(given, setting, picture)
     simulation = _simulated(given, setting, optimizer_step == "interleaved")
-    facts, timeline = _rehearsed(setting, simulation, time_scale, steps, optimizer_step)
+    drift = Drift.parsed(slow or [], given.world_size, steps, adapt_shares)
+    facts, timeline = _rehearsed(setting, simulation, time_scale, steps, optimizer_step, drift)
     _write_files(facts, timeline, picture, trace)
     if as_json:
         print(json.dumps(facts))
+    elif drift:
+        show_steps(facts, _pace(facts))
     else:
         _show(facts, tolerance)
-    if 100 * facts["worst_share"] > tolerance:
+    # The simulation knows nothing of GPUs that change, nor of shares that move.
+    if not drift and 100 * facts["worst_share"] > tolerance:
         raise typer.Exit(DIFFERS)
 
 
@@ -133,6 +140,7 @@ def _rehearsed(
     time_scale: float | None,
     steps: int,
     optimizer_step: str,
+    drift: Drift,
 ) -> tuple[dict[str, Any], Timeline]:
     """What is told, and the timeline of the last step."""
     from zorse_ds.integrations.deepspeed.rehearsal_plan import PlanRun, rehearse_rank
@@ -142,7 +150,7 @@ def _rehearsed(
 
     plan = simulation.plan
     scale = default_scale(plan, simulation) if time_scale is None else time_scale
-    run = PlanRun(plan, setting, Pace(scale), steps, optimizer_step)
+    run = PlanRun(plan, setting, Pace(scale), steps, optimizer_step, drift.slowdowns, drift.adapts)
     with _progress(steps) as report:
         runs = run_processes(plan.world_size, partial(rehearse_rank, run), report)
     # The first step warms up: memory is the optimizer's first, and processes are late.
@@ -155,6 +163,7 @@ def _rehearsed(
         "step_s": asdict(comparison.step_s),
         "wall_s": max(own.wall_s for own in figures),
         "losses": list(runs[0].losses),
+        "steps": steps_of(runs),
         "worst_share": comparison.worst_share,
         "ranks": [
             {"gpu_type": gpus[own.rank].type.name, **asdict(own)} for own in comparison.ranks

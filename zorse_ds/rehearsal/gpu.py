@@ -44,6 +44,8 @@ class VirtualGpu:
         self.pool = VirtualPool(
             title, self.miniature.ratio, self.gpu.usable_bytes, setting.reserve_bytes
         )
+        self.slowness = 1.0
+        """Seconds of a pass over those that the setting says."""
         self.counting: Callable[[], AbstractContextManager[Any]] = self.pool.counting
         """Entered for a step; an engine that has a ledger of its own enters it itself."""
         self.after_step: Callable[[], None] = lambda: None
@@ -87,7 +89,7 @@ class VirtualGpu:
     def _pass(self, name: str, seconds: float) -> None:
         """A layer's part of a pass; forward again for recompute is part of the backward pass."""
         cause = self.pool.instruction
-        self.work(name if cause is None else type(cause).__name__, seconds)
+        self.work(name if cause is None else type(cause).__name__, seconds * self.slowness)
 
     def work(self, name: str, seconds: float) -> None:
         """Be at work, for the instruction under way."""

@@ -49,6 +49,11 @@ class VirtualPool(MemoryLedger):
         """Virtual bytes at the peak, with what is reserved for the context."""
         return self.report.peak_bytes * self._ratio + self._reserve_bytes
 
+    @property
+    def room_bytes(self) -> float:
+        """Virtual bytes that were left at the peak."""
+        return self._usable_bytes - self.peak_bytes
+
     def at_peak(self) -> dict[str, float]:
         """What the peak consists of, in virtual bytes."""
         held = {str(k): v * self._ratio for k, v in self.report.at_peak.items()}

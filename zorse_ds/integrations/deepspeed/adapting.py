@@ -16,6 +16,7 @@ from zorse_ds.planner.adapting import RankFacts, ShareChange, ShareDecider, Shar
 from zorse_ds.runtime.dist_world import DistWorld
 from zorse_ds.runtime.stage import StageRunner
 from zorse_ds.runtime.stopwatch import Measured, Stopwatch, TimedRunner, stopwatch_of
+from zorse_ds.runtime.worker import Worker
 from zorse_ds.schedule.paced import Pace
 
 
@@ -62,6 +63,13 @@ class Adapting:
         if not self.is_on:
             return StageRunner(model, saving)
         return TimedRunner(stage, self.watch, model, saving)
+
+    def measure_by(self, watch: Stopwatch, worker: Worker) -> None:
+        """Measure by something else, as virtual GPUs do."""
+        self.watch = watch
+        for runner in worker.runners.values():
+            if isinstance(runner, TimedRunner):
+                runner.watch = watch
 
     def begin(self) -> None:
         """A training step starts."""

@@ -14,6 +14,7 @@ from zorse_ds.cost.optimizer import opening_s, reduction_s
 from zorse_ds.integrations.deepspeed.engine import ZorseEngine
 from zorse_ds.rehearsal.gpu import Key, VirtualGpu
 from zorse_ds.rehearsal.links import agreement
+from zorse_ds.rehearsal.slowdowns import VirtualStopwatch
 from zorse_ds.runtime import process_groups
 from zorse_ds.runtime.dist_transport import RECEIVES_AHEAD
 from zorse_ds.runtime.optimizer import ShardedOptimizer
@@ -39,6 +40,7 @@ def attach(engine: ZorseEngine, gpu: VirtualGpu) -> None:
         if len(group.ranks) > 1:
             impose_on_group(group, gpu)
     worker.transport = VirtualTransport(worker.transport, gpu)
+    engine.parts.adapting.measure_by(VirtualStopwatch(gpu), worker)
 
 
 def _watch_opening(sharded: ShardedOptimizer, gpu: VirtualGpu) -> None:

@@ -20,6 +20,7 @@ from zorse_ds.rehearsal.clock import Pace
 from zorse_ds.rehearsal.figures import StepFigures
 from zorse_ds.rehearsal.gpu import VirtualGpu
 from zorse_ds.rehearsal.miniature import Miniature
+from zorse_ds.rehearsal.slowdowns import Slowdown, factor_at
 
 SEED = 1234
 
@@ -33,6 +34,9 @@ class PlanRun:
     pace: Pace
     num_steps: int
     optimizer_step: str = "delayed"
+    slowdowns: tuple[Slowdown, ...] = ()
+    adapts: bool = False
+    """Micro-batches move to the ranks that are quicker, as `zorse.adapt_shares` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class RankRun:
 
     steps: tuple[StepFigures, ...]
     losses: tuple[float, ...]
+    counts: tuple[tuple[int, ...], ...]
+    """For each step the number of micro-batches of every rank."""
 
 
 def check_rehearsable(plan: Plan, setting: Setting) -> None:
@@ -69,10 +75,18 @@ def rehearse_rank(run: PlanRun, rank: int, tell: Callable[[Any], None]) -> RankR
         attach(engine, gpu)
     steps: list[StepFigures] = []
     losses: list[float] = []
+    counts: list[tuple[int, ...]] = []
     for step in range(run.num_steps):
+        gpu.slowness = factor_at(run.slowdowns, rank, step + 1)
+        counts.append(_counts(engine.parts.traces.plan))
         steps.append(gpu.step(lambda: losses.append(float(engine.train_batch()))))
         tell(step + 1)
-    return RankRun(tuple(steps), tuple(losses))
+    return RankRun(tuple(steps), tuple(losses), tuple(counts))
+
+
+def _counts(plan: Plan) -> tuple[int, ...]:
+    shares = {gpu.rank: gpu for group in plan.groups for gpu in group.gpus}
+    return tuple(len(shares[rank].micro_batches) for rank in range(plan.world_size))
 
 
 def make_engine(run: PlanRun, mini: Miniature) -> Any:
@@ -88,7 +102,11 @@ def make_engine(run: PlanRun, mini: Miniature) -> Any:
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         "bf16": {"enabled": "bfloat16" in dtypes},
-        "zorse": {"optimizer_step": run.optimizer_step, "data": {"shuffle": False}},
+        "zorse": {
+            "optimizer_step": run.optimizer_step,
+            "data": {"shuffle": False},
+            "adapt_shares": run.adapts,
+        },
     }
     data = mini.samples(2 * plan.global_batch_size)
     return initialize(model=module, config=config, optimizer=optimizer, training_data=data)[0]
