@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -202,7 +203,24 @@ def test_memory_that_is_not_there_is_not_taken(room: float | None, moves: bool) 
     """Under gpipe every micro-batch is held: 3 of 8 more are 3/8 of what has grown."""
     plan = one_group((1,) * 8, (1,) * 8, schedule="gpipe")
     facts = facts_of(plan, {0: 1.0, 1: 2.0}, grown_bytes=400.0, room_bytes=room)
-    change = ShareDecider(plan, ShareRule(1)).observe(facts)
-    assert (change is not None) == moves
+    decider = ShareDecider(plan, ShareRule(1))
+    change = decider.observe(facts)
+    assert (change is not None) == moves == (not decider.is_held_back)
     if change is not None:
         assert counts(change.plan) == [11, 5]
+
+
+def test_a_large_plan_is_decided_in_seconds() -> None:
+    """128 ranks, 16,384 micro-batches: jitter costs nothing, a decision looks at few plans."""
+    plan = uniform_plan(num_stages=8, width=16, micro_batches_a_rank=128)
+    rng = random.Random(0)
+    jitter = {rank: rng.uniform(0.99, 1.01) for rank in range(128)}
+    decider = ShareDecider(plan, ShareRule(1))
+    start = time.process_time()
+    assert decider.observe(facts_of(plan, jitter)) is None
+    quick_s = time.process_time() - start
+    slow = jitter | dict.fromkeys(range(0, 128, 7), 2.0)
+    start = time.process_time()
+    change = decider.observe(facts_of(plan, slow, grown_bytes=1.0, room_bytes=100.0))
+    assert change is not None and change.gain_share > 0.1
+    assert time.process_time() - start < 60 and quick_s < 10

@@ -5,12 +5,13 @@ A change moves micro-batches between ranks of one group and nothing else: layers
 micro-batches and the samples of a step stay.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from zorse_ds.core.lots import Lot, lot_between, moved_samples, with_group, with_lot
+from zorse_ds.core.lots import moved_samples
 from zorse_ds.core.plan import GpuGroup, Plan
+from zorse_ds.planner.levelling import Levelling
 from zorse_ds.schedule.paced import Outlook, Pace, Paces, outlook_of
 
 ROOM_USED = 0.8
@@ -19,6 +20,10 @@ ALIKE = 0.002
 """Step times that differ by less (0–1) are the same: then less moves."""
 CLIMBS = 4
 """Single lots tried at last, one after the other."""
+WORTH_A_LOOK = 0.5
+"""Of the least gain: what the busiest rank of some group must save for plans to be compared."""
+MOST_PASSES = 200_000
+"""Of all plans that one decision looks at: some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class ShareRule:
     """How willing shares are to move."""
 
     window: int = 5
-    """Steps whose median decides, measured anew after each change."""
+    """Steps whose median decides, measured anew after each change or vain search for one."""
     least_gain: float = 0.05
     """Share of the step (0–1) that a change must be predicted to save."""
     most_moved: float = 0.25
@@ -86,6 +91,8 @@ class ShareDecider:
         self.current = self.given
         self._window: list[Sequence[RankFacts]] = []
         self._promised: Mapping[int, float] | None = None
+        self.is_held_back = False
+        """The last search found nothing, and plans that need more memory were left out."""
 
     def observe(self, facts: Sequence[RankFacts]) -> ShareChange | None:
         """Take note of a step of the whole global batch, by rank; a change is in force at once."""
@@ -95,7 +102,6 @@ class ShareDecider:
         change = self._decide(_typical(self._window))
         if change is not None:
             self.current = change.plan
-            self._window = []
         return change
 
     def _decide(self, facts: Sequence[RankFacts]) -> ShareChange | None:
@@ -105,11 +111,16 @@ class ShareDecider:
             for stage, pace in own.paces.items()
         }
         step_s = max(own.step_s for own in facts)
+        levelling = Levelling(self.current, paces, self.rule.most_moved)
+        if levelling.most_saved_s < WORTH_A_LOOK * self.rule.least_gain * step_s:
+            return None
+        self._window = []
         now = outlook_of(self.current, paces)
         if self._promised is None:
             self._promised = outlook_of(self.given, paces).held
-        search = _Search(self.current, now, paces, _Room(self._promised, now.held, facts))
-        best = search.run(self.rule)
+        search = _Search(levelling, now, _Room(self._promised, now.held, facts))
+        best = search.run()
+        self.is_held_back = search.left_out > 0 and best.plan is self.current
         predicted_s = step_s - (now.step_s - best.outlook.step_s)
         change = ShareChange(best.plan, self.current, paces, step_s, predicted_s)
         moves = best.plan is not self.current
@@ -153,35 +164,39 @@ class _Candidate:
 class _Search:
     """Plans that differ by some lots, judged by their compute order at the measured paces."""
 
-    def __init__(self, current: Plan, now: Outlook, paces: Paces, room: _Room) -> None:
-        self._current, self._paces, self._room = current, paces, room
-        self._seconds: dict[int, float] = {}
-        for (rank, _), pace in paces.items():
-            self._seconds[rank] = self._seconds.get(rank, 0.0) + pace.both_s
-        self._start = _Candidate(current, now, 0)
+    def __init__(self, levelling: Levelling, now: Outlook, room: _Room) -> None:
+        self._levelling, self._room = levelling, room
+        self._current = levelling.plan
+        self._start = _Candidate(self._current, now, 0)
+        self._passes_left = MOST_PASSES
+        self.left_out = 0
+        """Plans for which there may be no memory."""
 
-    def run(self, rule: ShareRule) -> _Candidate:
+    def run(self) -> _Candidate:
         """The best plan found; the current one if none is better."""
-        lots = {
-            group.name: list(self._levelling(group, rule.most_moved))
-            for group in self._current.groups
-        }
-        plans = [self._after(lots, {name: part}) for name in lots for part in (1.0, 0.5)]
-        plans += [self._after(lots, dict.fromkeys(lots, part)) for part in (1.0, 0.5)]
-        best = self._best(plans, self._start)
+        names = self._levelling.names
+        wholes = [dict.fromkeys(names, part) for part in (1.0, 0.5)]
+        singles = [{name: part} for name in names for part in (1.0, 0.5)]
+        best = self._best(map(self._levelling.after, wholes + singles), self._start)
         for _ in range(CLIMBS):
-            better = self._best(self._neighbours(best.plan, rule.most_moved), best)
+            better = self._best(self._levelling.neighbours(best.plan), best)
             if better is best:
                 break
             best = better
         return best
 
-    def _best(self, plans: Sequence[Plan], best: _Candidate) -> _Candidate:
+    def _best(self, plans: Iterable[Plan], best: _Candidate) -> _Candidate:
         """The quickest that fits; of those alike, the one that moves least."""
-        distinct = {_counts(plan): plan for plan in plans if plan != best.plan}
-        for plan in distinct.values():
-            outlook = outlook_of(plan, self._paces)
+        seen = {_counts(best.plan)}
+        for plan in plans:
+            counts = _counts(plan)
+            self._passes_left -= 2 * _num_passes(plan)
+            if counts in seen or self._passes_left < 0:
+                continue
+            seen.add(counts)
+            outlook = outlook_of(plan, self._levelling.paces)
             if not self._room.allows(outlook.held):
+                self.left_out += 1
                 continue
             found = _Candidate(plan, outlook, moved_samples(self._current, plan))
             quicker = outlook.step_s < best.outlook.step_s * (1 - ALIKE)
@@ -190,59 +205,12 @@ class _Search:
                 best = found
         return best
 
-    def _after(self, lots: Mapping[str, Sequence[Lot]], parts: Mapping[str, float]) -> Plan:
-        plan = self._current
-        for name, part in parts.items():
-            group = plan.group_named(name)
-            for lot in lots[name][: round(part * len(lots[name]))]:
-                group = with_lot(group, lot)
-            plan = with_group(plan, group)
-        return plan
 
-    def _levelling(self, group: GpuGroup, most_moved: float) -> Iterator[Lot]:
-        """Lots, one after the other, each of which makes the busiest rank less busy."""
-        left = most_moved * sum(gpu.num_samples for gpu in group.gpus)
-        is_first = True
-        while True:
-            lots = [lot for lot in self._lots(group) if is_first or lot.num_samples <= left]
-            busy_s = self._busy_s(group)
-            ends = [(self._end_s(busy_s, lot), lot.num_samples, lot.taker, lot) for lot in lots]
-            if not ends or min(ends)[0] >= max(busy_s.values()):
-                return
-            lot = min(ends)[-1]
-            yield lot
-            group, left, is_first = with_lot(group, lot), left - lot.num_samples, False
-
-    def _end_s(self, busy_s: Mapping[int, float], lot: Lot) -> float:
-        """When the later of the two ends after a lot has moved."""
-        giver = busy_s[lot.giver] - lot.num_samples * self._seconds[lot.giver]
-        return max(giver, busy_s[lot.taker] + lot.num_samples * self._seconds[lot.taker])
-
-    def _busy_s(self, group: GpuGroup) -> dict[int, float]:
-        return {gpu.rank: gpu.num_samples * self._seconds.get(gpu.rank, 0.0) for gpu in group.gpus}
-
-    def _lots(self, group: GpuGroup) -> list[Lot]:
-        """From the busiest rank to any other."""
-        busy_s = self._busy_s(group)
-        giver = max(group.gpus, key=lambda gpu: (busy_s[gpu.rank], -gpu.rank))
-        found = (lot_between(giver, gpu) for gpu in group.gpus if gpu.rank != giver.rank)
-        return [lot for lot in found if lot is not None]
-
-    def _neighbours(self, plan: Plan, most_moved: float) -> list[Plan]:
-        """One lot more from a group's busiest rank, or one lot back to it."""
-        found = []
-        for group in plan.groups:
-            busy_s = self._busy_s(group)
-            by_end = sorted(group.gpus, key=lambda gpu: (-busy_s[gpu.rank], gpu.rank))
-            first, last = by_end[0], by_end[-1]
-            for lot in (lot_between(first, last), lot_between(last, first)):
-                if lot is None or first is last:
-                    continue
-                changed = with_group(plan, with_lot(group, lot))
-                moved = moved_samples(self._current, changed)
-                if moved <= max(lot.num_samples, most_moved * plan.global_batch_size):
-                    found.append(changed)
-        return found
+def _num_passes(plan: Plan) -> int:
+    numbers = {
+        group.name: sum(len(gpu.micro_batches) for gpu in group.gpus) for group in plan.groups
+    }
+    return sum(numbers[stage.group] for stage in plan.stages)
 
 
 def _counts(plan: Plan) -> tuple[tuple[int, ...], ...]:

@@ -38,7 +38,7 @@ class Adapting:
         self._world, self._traces = world, traces
         self._decider: ShareDecider | None = None
         self.watch: Stopwatch = stopwatch_of(device)
-        self._steps = 0
+        self._steps, self._told_of_memory = 0, False
         self.ran = plan
         """What the last step ran."""
         self.last: ShareChange | None = None
@@ -87,6 +87,12 @@ class Adapting:
         own = _facts(self.watch.read(), decider.current, self._world.rank)
         facts: list[Any] = self._world.gather_objects(own)
         self.last = decider.observe(facts)
+        if decider.is_held_back and not self._told_of_memory:
+            self._told_of_memory = True
+            self._tell(
+                f"after step {number} shares stay although speeds differ: quicker ranks are not "
+                "known to have memory for more micro-batches"
+            )
         if self.last is not None:
             self._traces.use(decider.current)
             self._agree(self._traces.training(num_samples).digest)
