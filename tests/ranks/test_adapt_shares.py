@@ -51,8 +51,8 @@ def slowed(rank: int, adapt: Any, folder: Path | None = None) -> dict[str, Any]:
     logging.getLogger("DeepSpeed").addFilter(lambda r: records.append(r.getMessage()) or True)
     batches, counts, results = iter(map(list, case.batches)), [], []
     for step in range(1, STEPS + 1):
-        usual = 0.004 if rank else 0.0
-        throttle.seconds = 0.012 if rank == 2 and step >= SLOW_FROM else usual
+        usual = 0.015 if rank else 0.0
+        throttle.seconds = 0.045 if rank == 2 and step >= SLOW_FROM else usual
         results.append(train(engine, 1, batches))
         own = engine.parts.traces.plan.group_of_rank(rank).gpus
         counts.append([len(gpu.micro_batches) for gpu in own])
@@ -71,19 +71,22 @@ def joined(steps: list[Result]) -> Result:
 
 
 def test_shares_move_and_the_losses_stay_those_of_one_process(tmp_path: Path) -> None:
-    results = run_ranks(3, slowed, {"window": 3}, tmp_path, timeout_s=120)
+    results = run_ranks(3, slowed, {"window": 3, "least_gain": 0.15}, tmp_path, timeout_s=120)
     check([own["result"] for own in results], run_reference(case_of(None)))
     counts = results[1]["counts"]
     assert results[2]["counts"] == counts, "all ranks decide alike"
     assert results[0]["counts"] == [[2]] * STEPS
-    assert counts[SLOW_FROM - 1] == [6, 3]
+    assert counts[0] == [6, 3]
     assert counts[-1] in ([8, 2], [10, 1]), "two of one sample for each of two"
     told = results[0]["lines"]
-    assert 1 <= len(told) <= 2 and not results[1]["lines"]
+    assert told and not results[1]["lines"]
     assert "group 'g1': rank 1 (" in told[0] and "predicted step" in told[0]
     curves = {name: curve(tmp_path, name) for name in ("moved_samples", "samples_rank_1")}
-    assert sum(curves["moved_samples"]) == curves["samples_rank_1"][-1] - 6 == counts[-1][0] - 6
-    assert len(curves["samples_rank_1"]) == STEPS
+    ran = [[6, 3], *counts[:-1]]
+    assert curves["samples_rank_1"] == [own[0] for own in ran]
+    assert curves["moved_samples"] == [
+        abs(after[0] - before[0]) for before, after in zip(ran, counts, strict=True)
+    ]
     resumed = run_ranks(3, resume, str(tmp_path / "ckpt"), timeout_s=60)
     assert resumed == [STEPS + 1] * 3
 
