@@ -151,18 +151,15 @@ def distance(one: list[float], other: list[float]) -> str:
 
 
 def memory_table(found: dict[str, dict[str, Any]]) -> Table:
-    """Peaks beside their bound, in MiB; in brackets with the mapped pages of the checkpoint."""
-    heads = ("rank", "own stage", "largest tensor", "loading", "exporting")
-    table = Table("", *heads, title="MiB of memory, at most (with mapped files)")
+    """By how much resident memory grew at most, beside the bound for it."""
+    heads = ("rank", "own stage", "+ largest tensor", "loading", "exporting")
+    table = Table("", *heads, title="Growth of resident memory, at most, in MiB")
     for kind, facts in found.items():
         for rank, memory in enumerate(facts["memory"]):
-            cells = [f"{memory[key] / MIB:.0f}" for key in ("stage_bytes", "largest_bytes")]
-            for work in ("loading", "exporting"):
-                own, resident = (
-                    memory[work][key] / MIB for key in ("anonymous_bytes", "resident_bytes")
-                )
-                cells.append(f"{own:.0f} ({resident:.0f})")
-            table.add_row(kind, str(rank), *cells)
+            bound = memory["stage_bytes"] + memory["largest_bytes"]
+            sizes = (memory["stage_bytes"], bound)
+            sizes += tuple(memory[f"{work}_bytes"] for work in ("loading", "exporting"))
+            table.add_row(kind, str(rank), *(f"{size / MIB:.0f}" for size in sizes))
     return table
 
 

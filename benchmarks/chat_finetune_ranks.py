@@ -4,15 +4,14 @@ import csv
 import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.resident import growth_of
 from zorse_ds.integrations.deepspeed import ZorseEngine, initialize
 from zorse_ds.integrations.deepspeed.module import init_distributed
 from zorse_ds.integrations.huggingface.pretrained import from_pretrained
@@ -20,54 +19,6 @@ from zorse_ds.integrations.recipe.run_folder import RunFolder
 from zorse_ds.integrations.recipe.samples import load_samples, load_tokenizer
 from zorse_ds.integrations.recipe.schema import Recipe
 from zorse_ds.integrations.recipe.script import Training, decay_groups, schedule_of
-
-
-class Growth(NamedTuple):
-    """By how much memory grew at most."""
-
-    anonymous_bytes: int
-    """What the process holds of its own."""
-    resident_bytes: int
-    """With pages of mapped files, which the kernel may take back at any time."""
-
-
-def memory_bytes(key: str) -> int:
-    """`RssAnon`, `VmRSS`: now; `VmHWM`: the most of the latter since the last reset."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"the kernel does not tell {key}")
-
-
-def growth_of(work: Callable[[], Any]) -> tuple[Any, Growth]:
-    """What `work` returns, and by how much memory grew meanwhile; looked at each millisecond."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before, resident_before = memory_bytes("RssAnon"), memory_bytes("VmRSS")
-    peak, ended = before, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not ended.wait(0.001):
-            peak = max(peak, memory_bytes("RssAnon"))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        result = work()
-    finally:
-        ended.set()
-        watcher.join()
-    peak = max(peak, memory_bytes("RssAnon"))
-    return result, Growth(peak - before, memory_bytes("VmHWM") - resident_before)
-
-
-def load(recipe: Recipe, folder: RunFolder) -> Any:
-    """The own stages, with every page of their weights written to, as an optimizer would."""
-    model = from_pretrained(recipe.model, config=str(folder.config), seed=recipe.seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.0)
-    return model
 
 
 def keep_logits(engine: ZorseEngine, samples: list[dict[str, Any]], path: Path) -> None:
@@ -96,7 +47,9 @@ def main() -> None:
     samples = load_samples(
         recipe, load_tokenizer(recipe.model), 6, builds=builds, barrier=dist.barrier
     )
-    model, loading = growth_of(lambda: load(recipe, folder))
+    model, loading = growth_of(
+        lambda: from_pretrained(recipe.model, config=str(folder.config), seed=recipe.seed)
+    )
     weights = [tensor.nbytes for tensor in model.parameters()]
     engine, _, _, _ = initialize(
         model=model,
@@ -116,8 +69,8 @@ def main() -> None:
     own = {
         "stage_bytes": sum(weights),
         "largest_bytes": max(weights),
-        "loading": loading._asdict(),
-        "exporting": exporting._asdict(),
+        "loading_bytes": loading,
+        "exporting_bytes": exporting,
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)

@@ -25,6 +25,7 @@ from rich.table import Table
 
 import zorse_ds
 from benchmarks.llama_layers import layer_specs, llama_config, mean_token_loss, random_tokens
+from benchmarks.resident import reset_peak, status_bytes
 from tests.ranks.harness import run_ranks
 from zorse_ds.integrations.deepspeed.module import init_distributed
 
@@ -87,17 +88,11 @@ def zorse_engine(world_size: int, parts: list[int], **config: Any) -> Any:
     return zorse_ds.initialize(model=module, config=CONFIG | config, training_data=data)[0]
 
 
-def status_bytes(key: str) -> int:
-    """A size out of this process's status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
 def measure(rank: int, kind: str, world_size: int, parts: list[int], steps: int) -> dict[str, Any]:
     """Build one engine, warm it up, time its steps."""
     torch.set_num_threads(1)
     init_distributed()
-    Path("/proc/self/clear_refs").write_text("5")
+    reset_peak()
     before = status_bytes("VmRSS")
     if kind == "stock":
         engine, parts = stock_engine(world_size)

@@ -171,20 +171,18 @@ def name_on_disk(name: str) -> str:
     return "base_model.model." + name.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}")
 
 
-def merged_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Weights of the modules with adapters as those of the base, by their names in it.
+def merged_weight(layer: "LoraLayer") -> torch.Tensor:
+    """The weight of a module with an adapter as that of the base, in new memory.
 
-    Memory: one more copy of them. The model stays as it is: merging makes new memory.
+    The model stays as it is.
     """
-    merged = {}
-    for name, layer in lora_layers(model):
-        base: Any = layer.get_base_layer()
-        kept = base.weight.data
-        layer.merge(safe_merge=True, adapter_names=[ADAPTER])
-        merged[f"{name}.weight"] = base.weight.data
-        # Not `unmerge`, which would leave the base rounded.
-        base.weight.data = kept
-        layer.merged_adapters.clear()
+    base: Any = layer.get_base_layer()
+    kept = base.weight.data
+    layer.merge(safe_merge=True, adapter_names=[ADAPTER])
+    merged: torch.Tensor = base.weight.data
+    # Not `unmerge`, which would leave the base rounded.
+    base.weight.data = kept
+    layer.merged_adapters.clear()
     return merged
 
 

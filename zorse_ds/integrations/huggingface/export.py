@@ -16,9 +16,9 @@ from zorse_ds.integrations.huggingface.saving import (
     copy_other_files,
     weights_file_name,
     write_index_and_config,
-    write_stage_weights,
 )
 from zorse_ds.integrations.huggingface.stage import CausalLMStage
+from zorse_ds.integrations.huggingface.stage_weights import write_stage_weights
 from zorse_ds.integrations.huggingface.stages import CausalLMStages
 from zorse_ds.integrations.huggingface.target import SaveTarget
 from zorse_ds.ranges import Range

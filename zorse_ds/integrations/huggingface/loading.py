@@ -6,7 +6,10 @@ renames and converts what is left, as it would for the whole model.
 """
 
 import copy
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,9 @@ from zorse_ds.errors import ModelError
 from zorse_ds.files import read_json
 from zorse_ds.integrations.huggingface.initialise import initialise
 from zorse_ds.integrations.huggingface.prune import prune
+from zorse_ds.integrations.huggingface.stored_weights import stored_weights
 from zorse_ds.integrations.huggingface.structure import ModelStructure
-from zorse_ds.integrations.huggingface.weight_files import SAFETENSORS, weight_format
+from zorse_ds.integrations.huggingface.weight_files import weight_format
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -98,19 +102,23 @@ def load_stage_model(
 ) -> PreTrainedModel:
     """Layers [start, stop) with their weights from `folder`, on the CPU, in evaluation mode.
 
-    Raises ModelError when a parameter of theirs is not in the folder or has another shape.
+    Memory: the layers' own, and one tensor. Raises ModelError when a parameter of theirs is not in
+    the folder or has another shape, or a file is damaged.
     """
     model_class = _pruning_class(structure, *layers)
+    weights = stored_weights(folder)
     try:
-        model, info = model_class.from_pretrained(
-            folder,
-            config=copy.deepcopy(config),
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=weight_format(folder) is SAFETENSORS,
-            output_loading_info=True,
-            **_attention(attn_implementation),
-        )
+        with _one_at_a_time():
+            model, info = model_class.from_pretrained(
+                None,
+                state_dict=weights,
+                config=copy.deepcopy(config),
+                dtype=dtype,
+                output_loading_info=True,
+                **_attention(attn_implementation),
+            )
+    except ModelError:
+        raise
     except Exception as problem:  # files may be damaged in any way, and fail in any code
         raise ModelError(
             f"{folder}: layers {list(layers)} cannot be loaded ({_first_line(problem)}); expected "
@@ -124,9 +132,10 @@ def load_stage_model(
         )
     _check_ties(model, structure, layers, str(folder))
     for tensor in [*model.parameters(), *model.buffers()]:
-        # Off the mapped file, where training would leave them at addresses that are not aligned:
-        # CPU kernels then round differently, and results would depend on how files are cut.
-        tensor.data = tensor.data.clone()
+        # What was cut out of a larger tensor may lie at an address that is not aligned: CPU kernels
+        # then round differently, and results would depend on how weights are stored.
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            tensor.data = tensor.data.clone()
     return model
 
 
@@ -176,6 +185,21 @@ def _pruning_class(structure: ModelStructure, start: int, stop: int) -> type[Pre
     PrunedModel.__qualname__ = base.__qualname__
     PrunedModel.__module__ = base.__module__
     return PrunedModel
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Have transformers read one tensor after the other, not all ahead in several threads."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _report_all_missing(model: PreTrainedModel) -> None:

@@ -38,10 +38,10 @@ from zorse_ds.integrations.huggingface.saving import (
     weights_file_name,
     write_config,
     write_index_and_config,
-    write_stage_weights,
 )
 from zorse_ds.integrations.huggingface.shape import model_shape
 from zorse_ds.integrations.huggingface.stage import CausalLMStage
+from zorse_ds.integrations.huggingface.stage_weights import write_stage_weights
 from zorse_ds.integrations.huggingface.stages import CausalLMStages
 from zorse_ds.integrations.huggingface.target import SaveTarget
 from zorse_ds.integrations.huggingface.weight_files import fingerprint_of

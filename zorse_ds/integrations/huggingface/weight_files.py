@@ -16,12 +16,11 @@ class WeightFormat:
 
     single: str
     index: str
-    pattern: str
 
 
-SAFETENSORS = WeightFormat("model.safetensors", "model.safetensors.index.json", "*.safetensors")
-BIN = WeightFormat("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin")
-"""Read without running code from them: torch's `weights_only`, and mapped, not copied."""
+SAFETENSORS = WeightFormat("model.safetensors", "model.safetensors.index.json")
+BIN = WeightFormat("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Read without running code from them: torch's `weights_only`."""
 
 
 def weight_format(folder: Path) -> WeightFormat:
@@ -33,7 +32,7 @@ def weight_format(folder: Path) -> WeightFormat:
         if (folder / form.single).is_file():
             return form
         if (folder / form.index).is_file():
-            _check_index(folder, folder / form.index)
+            _named_by(folder / form.index)
             return form
     others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".gguf", ".pt"))
     raise ModelError(
@@ -42,17 +41,25 @@ def weight_format(folder: Path) -> WeightFormat:
     )
 
 
-def _check_index(folder: Path, index: Path) -> None:
+def files_of(folder: Path) -> list[Path]:
+    """The files of weights: the single one, or those that the index names. Raises as above."""
+    form = weight_format(folder)
+    single = folder / form.single
+    return [single] if single.is_file() else _named_by(folder / form.index)
+
+
+def _named_by(index: Path) -> list[Path]:
     weight_map = read_json(index, ModelError).get("weight_map", {})
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
     ):
         raise ModelError(f"{index}: weight_map is no object of file names; expected one")
-    files = set(weight_map.values())
-    missing = sorted(name for name in files if not (folder / name).is_file())
+    files = sorted({index.parent / name for name in weight_map.values()})
+    missing = [path.name for path in files if not path.is_file()]
     if missing or not files:
         found = f"{missing[0]}, which is not there" if missing else "no file"
         raise ModelError(f"{index} names {found}; expected the files of all weights")
+    return files
 
 
 def fingerprint_of(folder: Path) -> str:
@@ -61,8 +68,7 @@ def fingerprint_of(folder: Path) -> str:
     Reads 128 KiB a file.
     """
     digest = hashlib.sha256()
-    weights = folder.glob(weight_format(folder).pattern)
-    for path in sorted((*weights, folder / "config.json")):
+    for path in sorted((*files_of(folder), folder / "config.json")):
         size = path.stat().st_size
         with path.open("rb") as file:
             ends = [file.read(_END_BYTES)]

@@ -1,10 +1,5 @@
-"""Safetensors files with a checksum for each range: written in one pass, read range by range.
+"""Safetensors files with a checksum for each range: written in one pass, read range by range."""
 
-The format is simple and the library's `save_file` can neither hash while it writes nor write
-tensors one after the other; what is written here, its `safe_open` reads.
-"""
-
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,19 +13,15 @@ from zorse_ds.core.checkpoint.sums import Checksum, checksum_of, damaged
 from zorse_ds.errors import CheckpointError
 from zorse_ds.ranges import Range, consecutive
 from zorse_ds.runtime.checkpoint.capture import Entry
+from zorse_ds.runtime.safetensors_format import (
+    CODES,
+    bytes_of,
+    entry_of,
+    header_of,
+    read_all,
+    write_all,
+)
 
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _BLOCK_BYTES = 8 * 1024 * 1024
 
 
@@ -46,7 +37,7 @@ def write_entries(path: Path, entries: Sequence[Entry]) -> DataFile:
     header = _header(ordered, spans)
     pieces = []
     with path.open("wb", buffering=0) as file:
-        _write_all(file, memoryview(header))
+        write_all(file, memoryview(header))
         for entry, span in zip(ordered, spans, strict=True):
             checksum = _write_hashed(file, entry.values)
             offset = len(header) + span.start
@@ -63,27 +54,23 @@ def write_entries(path: Path, entries: Sequence[Entry]) -> DataFile:
 
 
 def _header(entries: Sequence[Entry], spans: Sequence[Range]) -> bytes:
-    """Length (8 bytes, little-endian), then JSON padded so that data starts aligned."""
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for entry, span in zip(entries, spans, strict=True):
-        table[f"{entry.kind}/{entry.name}{entry.window}"] = {
-            "dtype": _code_of(entry),
-            "shape": [entry.values.numel()],
-            "data_offsets": list(span),
-        }
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _code_of(entry: Entry) -> str:
-    code = _CODES.get(entry.values.dtype)
-    if code is None:
-        raise CheckpointError(
-            f"{entry.name} ({entry.kind}) is of dtype {entry.values.dtype}, which a checkpoint "
-            f"cannot hold; expected one of {', '.join(str(dtype) for dtype in _CODES)}"
+    table = {
+        f"{entry.kind}/{entry.name}{entry.window}": entry_of(
+            _known_dtype(entry), (entry.values.numel(),), span
         )
-    return code
+        for entry, span in zip(entries, spans, strict=True)
+    }
+    return header_of(table)
+
+
+def _known_dtype(entry: Entry) -> torch.dtype:
+    dtype = entry.values.dtype
+    if dtype not in CODES:
+        raise CheckpointError(
+            f"{entry.name} ({entry.kind}) is of dtype {dtype}, which a checkpoint cannot hold; "
+            f"expected one of {', '.join(str(known) for known in CODES)}"
+        )
+    return dtype
 
 
 def _piece(entry: Entry, offset: int, checksum: str) -> Piece:
@@ -100,24 +87,14 @@ def _piece(entry: Entry, offset: int, checksum: str) -> Piece:
 
 
 def _write_hashed(file, values: Tensor) -> str:  # type: ignore[no-untyped-def]
-    data = _bytes_of(values.detach().cpu().contiguous())
+    own = values.detach().cpu().contiguous()
+    data = bytes_of(own)
     checksum = Checksum()
     for start in range(0, len(data), _BLOCK_BYTES):
         block = data[start : start + _BLOCK_BYTES]
         checksum.update(block)
-        _write_all(file, block)
+        write_all(file, block)
     return checksum.text
-
-
-def _write_all(file, data: memoryview) -> None:  # type: ignore[no-untyped-def]
-    """A raw file may take less than it is given."""
-    while data:
-        data = data[file.write(data) :]
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class CheckpointReader:
@@ -179,7 +156,7 @@ class CheckpointReader:
         try:
             with path.open("rb", buffering=0) as opened:
                 opened.seek(piece.offset)
-                found = _read_all(opened, memoryview(data))
+                found = read_all(opened, memoryview(data))
         except OSError as problem:
             raise damaged(path, str(problem.strerror)) from None
         if found < piece.num_bytes:
@@ -193,11 +170,3 @@ class CheckpointReader:
 
 
 _EMPTY = torch.empty(0)
-
-
-def _read_all(file, target: memoryview) -> int:  # type: ignore[no-untyped-def]
-    """Fill `target` from a raw file, which may give less than it is asked for."""
-    filled = 0
-    while filled < len(target) and (count := file.readinto(target[filled:])):
-        filled += count
-    return filled
