@@ -48,7 +48,7 @@ def test_a_full_disk_is_one_sentence_on_all_ranks(
     plan = PLANS["2-1-2"]
     run(job(), plan, STEPS[:1], after=saving(tmp_path, tag="first"))
     before = (tmp_path / "first" / "manifest.json").read_bytes()
-    write_all, left = files._write_all, [room]
+    write_all, left = files.write_all, [room]
 
     def full(file: Any, data: memoryview) -> None:
         if f"rank-{full_on:05d}" in str(file.name):
@@ -57,7 +57,7 @@ def test_a_full_disk_is_one_sentence_on_all_ranks(
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_all(file, data)
 
-    monkeypatch.setattr(files, "_write_all", full)
+    monkeypatch.setattr(files, "write_all", full)
     sentences = []
 
     def hook(rank: Rank, optimizer: ShardedOptimizer) -> None:

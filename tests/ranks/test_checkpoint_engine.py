@@ -123,20 +123,20 @@ def in_background(rank: int, root: Path) -> dict[str, Any]:
         engine.save_checkpoint(root)
     engine._checkpoints.wait()
     found: dict[str, Any] = {"kept": sorted(os.listdir(root)) if rank == 0 else None}
-    write_all = files._write_all
+    write_all = files.write_all
 
     def full(file: Any, data: memoryview) -> None:
         if rank == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_all(file, data)
 
-    files._write_all = full
+    files.write_all = full
     engine.save_checkpoint(root, tag="full")
     for _ in range(50):
         last = sentence(lambda: losses.extend(train(engine, 1).losses))
         if last != "nothing":
             break
-    files._write_all = write_all
+    files.write_all = write_all
     found["raised"] = (engine.global_steps, last)
     found["next"] = train(engine, 1).losses
     found["losses"] = losses
