@@ -66,17 +66,21 @@ def random_plan_dict(
     return {
         "version": 1,
         "global_batch_size": batch_size,
-        **_with_ahead(seed, {"schedule": rng.choice(schedules)}),
+        **_with_ahead(seed, {"schedule": rng.choice(schedules)}, groups),
         "groups": groups,
         "stages": stages,
     }
 
 
-def _with_ahead(seed: int, chosen: dict[str, Any]) -> dict[str, Any]:
+def _with_ahead(
+    seed: int, chosen: dict[str, Any], groups: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """What was chosen of a plan; where it turns around, stages may be further ahead."""
     if chosen["schedule"] == "gpipe" or not chosen.get("turnaround", True):
         return chosen
-    return {**chosen, "ahead": random.Random(f"ahead {seed}").choice((0, 0, 1, 2))}
+    most = max(len(gpu["micro_batches"]) for group in groups for gpu in group["gpus"])
+    ahead = random.Random(f"ahead {seed}").choice((0, 0, 1, 2))
+    return {**chosen, "ahead": min(ahead, most)}
 
 
 def random_ministage_plan(
@@ -119,7 +123,7 @@ def random_ministage_plan(
     return Plan.from_dict(
         {
             "global_batch_size": batch_size,
-            **_with_ahead(seed, {"schedule": "ministage", "turnaround": turns}),
+            **_with_ahead(seed, {"schedule": "ministage", "turnaround": turns}, groups),
             "groups": groups,
             "stages": stages,
         }

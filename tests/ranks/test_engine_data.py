@@ -122,6 +122,7 @@ def unlike(rank: int, case: Case) -> list[str]:
     ended = [] if rank == 2 else [SAMPLES[:SIZE]]
     problems = [problem_of(engine, iter(batches)) for batches in (sizes, contents, ended)]
     problems.append(problem_of(engine, iter(["text"])))
+    problems.append(problem_of(engine, iter([SAMPLES[: SIZE + 1]])))
     engine.destroy()
     return problems
 
@@ -241,12 +242,16 @@ def test_an_iterator_ends_on_all_ranks_alike(results: dict[str, list[Any]]) -> N
 
 
 def test_ranks_must_be_given_the_same_batch(results: dict[str, list[Any]]) -> None:
-    sizes, contents, ended, text = results["unlike"][0]
+    sizes, contents, ended, text, many = results["unlike"][0]
     assert results["unlike"] == [results["unlike"][0]] * 3
     assert "5 to 6 samples" in sizes
     assert "different samples" in contents
     assert "ended on ranks [2]" in ended
     assert "the data iterator gave a str" in text
+    assert many == (
+        "the data iterator gave 8 samples for step 1, but the plan's global_batch_size is 7; "
+        "expected at most 7 in one global batch"
+    )
 
 
 def test_data_that_cannot_be_cut_is_refused(results: dict[str, list[Any]]) -> None:

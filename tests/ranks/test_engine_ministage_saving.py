@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers as hf
 import zorse_ds
 from tests.ranks.harness import run_ranks
 from zorse_ds.core.plan import Plan
+from zorse_ds.errors import ModelError
 
 CONFIG = {
     "vocab_size": 64,
@@ -79,8 +81,20 @@ def train_and_save(rank: int, folder: Path) -> dict[str, list[float]]:
         engine.save_pretrained(str(folder / f"{name} after"))
         for own in engine.optimizer.sharded.stages.values():
             assert not any(each.flat.data.untyped_storage().nbytes() for each in own.sharded)
+        read_state_dict(engine)
         engine.destroy()
     return losses
+
+
+def read_state_dict(engine: zorse_ds.ZorseEngine) -> None:
+    """What is in shards is not handed out as if it were nothing."""
+    with pytest.raises(ModelError, match=r"stage \d are in shards .*; expected engine.save_pre"):
+        engine.module.state_dict()
+    with ExitStack() as opened:
+        for stage in engine.module.stage_models:
+            opened.enter_context(engine.whole(stage))
+        state = engine.module.state_dict()
+        assert state and all(tensor.numel() for tensor in state.values())
 
 
 def trained_plainly(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:

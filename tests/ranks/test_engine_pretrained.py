@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,25 @@ def test_only_rank_0_shows_a_bar(tmp_path: Path) -> None:
     first, *others = run_ranks(3, load_and_listen, tmp_path, timeout_s=120)
     assert "Loading weights" in first
     assert others == ["", ""]
+
+
+def train_without_a_launcher(rank: int) -> tuple[list[float], list[str]]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ["RANK"] = "0"
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]
+    told = [sentence_of(zorse_ds.from_config, CONFIGS["llama"](), WHOLE)]
+    del os.environ["RANK"], os.environ["LOCAL_RANK"]
+    module = zorse_ds.from_config(CONFIGS["llama"](), WHOLE, seed=7)
+    told.append(sentence_of(zorse_ds.from_config, CONFIGS["llama"](), PLAN))
+    engine, *_ = zorse_ds.initialize(model=module, config=CONFIG)
+    losses = [float(engine.train_batch(iter([BATCH]))) for _ in range(3)]
+    engine.destroy()
+    return losses, told
+
+
+def test_a_process_that_nobody_launched_is_a_world_of_one() -> None:
+    ((losses, told),) = run_ranks(1, train_without_a_launcher, timeout_s=120)
+    assert losses[2] < losses[0]
+    assert "lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and there is no mpi4py" in told[0]
+    assert "names 3 ranks, but 1 were started; expected 3 processes, as `deepspeed --num" in told[1]

@@ -134,7 +134,7 @@ REFUSALS: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     ),
     "a plan for four ranks": (
         lambda rank: start(plan=FOUR_RANKS),
-        ("PlanError", "the plan names 4 ranks, but 3 were started; expected 4 processes"),
+        ("PlanError", "the plan names 4 ranks, but 3 were started; expected 4 processes, as `deep"),
     ),
     "a plan for seven layers": (
         lambda rank: start(plan=SEVEN_LAYERS),

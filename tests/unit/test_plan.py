@@ -147,6 +147,7 @@ WRONG = [
         "schedule 'ministage', or no such key",
     ),
     (["ahead"], -1, "ahead is -1; expected at least 0"),
+    (["ahead"], 13, "ahead is 13, but no GPU has more than 12 micro-batches; expected at most 12"),
     (
         ["groups", 0, "recompute_every"],
         1,

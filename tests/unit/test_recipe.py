@@ -13,7 +13,7 @@ from zorse_ds.cli import app
 from zorse_ds.cli.train import read_recipe
 from zorse_ds.errors import ConfigError
 from zorse_ds.integrations.recipe.run_folder import RunFolder
-from zorse_ds.integrations.recipe.schema import Recipe
+from zorse_ds.integrations.recipe.schema import DataRecipe, Recipe
 
 GOOD: dict[str, Any] = {
     "model": "model",
@@ -37,6 +37,11 @@ def test_a_recipe_survives_its_file(tmp_path: Path) -> None:
     [
         ({"learning_rat": 1e-4}, "learning_rat is not a known key; .*did you mean 'learning_rate'"),
         ({"data": {"train": "a", "valdation": "b"}}, "data.valdation .*did you mean 'validation'"),
+        ({"max_steps": 5}, r"^max_steps is not a known key; did you mean 'steps'\? \(known are "),
+        ({"num_train_epochs": 3}, r"known key; did you mean 'epochs'\?"),
+        ({"per_device_train_batch_size": 8}, r"known key; did you mean 'global_batch'\?"),
+        ({"lr": 1e-4}, r"known key; did you mean 'learning_rate'\?"),
+        ({"train_file": "a"}, r"known key; did you mean 'data.train'\?"),
         ({"dtype": "bf16"}, "dtype is 'bf16'; expected .*'bfloat16'"),
         ({"seq_len": 1}, "seq_len is 1; expected at least 2"),
         ({"seq_len": "64"}, "seq_len is '64'; expected a whole number"),
@@ -95,3 +100,9 @@ def test_the_latest_checkpoint_says_how_far_a_run_is(
         folder.checkpoints.mkdir()
         (folder.checkpoints / "latest").write_text(latest)
     assert folder.steps_saved() == steps
+
+
+def test_other_names_lead_to_keys() -> None:
+    keys = {*Recipe.model_fields, *(f"data.{name}" for name in DataRecipe.model_fields)}
+    assert set(Recipe.other_names.values()) <= keys
+    assert not set(Recipe.other_names) & set(Recipe.model_fields)

@@ -138,6 +138,13 @@ def _ahead(plan: "Plan") -> Iterator[str]:
             f"ahead is {plan.ahead}, but every forward comes first without a turn-around; expected "
             "0, or no such key"
         )
+        return
+    most = max((len(gpu.micro_batches) for group in plan.groups for gpu in group.gpus), default=0)
+    if plan.ahead > most > 0:
+        yield (
+            f"ahead is {plan.ahead}, but no GPU has more than {most} micro-batches; expected at "
+            f"most {most}"
+        )
 
 
 def _recompute(plan: "Plan") -> Iterator[str]:

@@ -2,11 +2,14 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, cast, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
+
+_FEW_KEYS = 8
+"""More than these hide what a sentence says at its end."""
 
 
 class StrictModel(BaseModel):
@@ -15,6 +18,8 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
     )
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """What keys are called elsewhere → here: suggested, not taken."""
 
 
 def nearest(found: object, choices: Iterable[str]) -> str | None:
@@ -90,9 +95,7 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
     where = path_text(detail["loc"])
     kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        known = _known_keys(model, detail["loc"][:-1])
-        near = suggestion(detail["loc"][-1], known)
-        return f"{where} is not a known key; expected one of {listed(known)}{near}"
+        return _unknown_key(where, detail["loc"][-1], _record_at(model, detail["loc"][:-1]))
     if kind == "missing":
         return f"{where} is missing; expected it beside {_shown(found)}"
     if kind == "literal_error":
@@ -138,13 +141,22 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _known_keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """The keys that the record at `location` may have."""
+def _unknown_key(where: str, key: int | str, record: type[BaseModel]) -> str:
+    known = [field.alias or name for name, field in record.model_fields.items()]
+    here = getattr(record, "other_names", {}).get(key)
+    near = f"; did you mean {here!r}?" if here else suggestion(key, known)
+    if near and len(known) > _FEW_KEYS:
+        return f"{where} is not a known key{near} (known are {listed(known)})"
+    return f"{where} is not a known key; expected one of {listed(known)}{near}"
+
+
+def _record_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel]:
+    """The kind of record that is at `location`."""
     current: Any = model
     for step in location:
         if isinstance(step, str) and step in current.model_fields:
             current = _record_in(current.model_fields[step].annotation) or current
-    return [field.alias or name for name, field in current.model_fields.items()]
+    return cast(type[BaseModel], current)
 
 
 def _record_in(annotation: Any) -> type[BaseModel] | None:

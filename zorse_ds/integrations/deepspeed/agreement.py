@@ -133,11 +133,16 @@ def agree_on_batch(world: DistWorld, batch: SampleBatch | CollatedBatch | None) 
 
 
 def next_batch(
-    world: DistWorld, data_iter: Any, collate_fn: CollateFn, purpose: str
+    world: DistWorld,
+    data_iter: Any,
+    collate_fn: CollateFn,
+    purpose: str,
+    most: int | None = None,
 ) -> IndexedBatch | SampleBatch | CollatedBatch:
     """Collective: the next global batch of an iterator, the same on every rank.
 
-    Raises `DataError` on every rank alike when there is none for `purpose`.
+    Raises `DataError` on every rank alike when there is none for `purpose`, or when it has more
+    than `most` samples.
     """
     if data_iter is None:
         raise DataError("there is no data; expected training_data, set_dataloader or data_iter")
@@ -151,6 +156,11 @@ def next_batch(
         ) from None
     if not isinstance(batch, IndexedBatch):
         agree_on_batch(world, batch)
+    if most is not None and batch.num_samples > most:
+        raise DataError(
+            f"the data iterator gave {batch.num_samples} samples for {purpose}, but the plan's "
+            f"global_batch_size is {most}; expected at most {most} in one global batch"
+        )
     return batch
 
 

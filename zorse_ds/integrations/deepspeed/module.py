@@ -17,7 +17,7 @@ from torch import nn
 
 from zorse_ds.core.plan import Plan
 from zorse_ds.core.recompute import Recomputed
-from zorse_ds.errors import PlanError
+from zorse_ds.errors import ConfigError, ModelError, PlanError
 from zorse_ds.integrations.deepspeed.agreement import agree_on_model, together
 from zorse_ds.integrations.deepspeed.config import settled_plan
 from zorse_ds.integrations.deepspeed.data import CollateFn
@@ -25,7 +25,16 @@ from zorse_ds.integrations.deepspeed.layers import Layer, LayerListStages
 from zorse_ds.integrations.deepspeed.topology import ZorseGrid, ZorseTopology
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.losses import LossFn
+from zorse_ds.schedule.residency import GATHERED_LEVEL
 from zorse_ds.schedule.trace import Tie, ties_between_stages
+
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""Of a process that no launcher started."""
+_LAUNCHED = (
+    *(*_ALONE, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"),
+    *("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV"),
+)
+"""Who has one of these was started by somebody, whom DeepSpeed knows to ask."""
 
 
 class StageSource(Protocol):
@@ -107,6 +116,19 @@ class ZorsePipelineModule(PipelineModule):
             value = model(value)
         return value
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """This rank's parameters; `ModelError` where they are not whole, see `engine.whole`."""
+        for stage, model in self.stage_models.items():
+            level = self.plan.group_of_stage(stage).zero_level
+            if level == GATHERED_LEVEL and not any(p.numel() for p in model.parameters()):
+                raise ModelError(
+                    f"state_dict was called while the parameters of stage {stage} are in shards "
+                    f"(zero_level {level}); expected engine.save_pretrained(folder) or "
+                    f"save_checkpoint(folder), or `with engine.whole({stage}):` around it"
+                )
+        own: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return own
+
     def stage_owner(self, layer_idx: int) -> int:
         """Index of the stage that holds a pipeline layer."""
         return int(self.plan.stage_of_layer(layer_idx))
@@ -160,14 +182,16 @@ def check_plan(plan: Plan, num_layers: int, world_size: int) -> None:
     if plan.world_size != world_size:
         problems.append(
             f"the plan names {plan.world_size} ranks, but {world_size} were started; expected "
-            f"{plan.world_size} processes"
+            f"{plan.world_size} processes, as `deepspeed --num_gpus {plan.world_size}` starts them"
         )
     if problems:
         raise PlanError(problems)
 
 
 def init_distributed() -> None:
-    """Start `torch.distributed` if nobody has, from the launcher's environment.
+    """Start `torch.distributed` if nobody has, from the launcher's environment, or alone.
+
+    Raises `ConfigError` where a part of that environment is missing.
 
     On CPU, DeepSpeed would first compile an operator that this engine does not use and that leaves
     66 MiB of shared memory behind on every rank; it is switched off.
@@ -176,8 +200,17 @@ def init_distributed() -> None:
         return
     if get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not any(name in os.environ for name in _LAUNCHED):
+        os.environ.update(_ALONE)
     os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    try:
+        deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    except ModuleNotFoundError as problem:  # DeepSpeed asks MPI for what is missing
+        missing = [name for name in _ALONE if name not in os.environ]
+        raise ConfigError(
+            f"the environment lacks {', '.join(missing)}, and there is no {problem.name} to ask "
+            "MPI for them; expected a process that deepspeed or torchrun starts, or none of these"
+        ) from problem
 
 
 def device_of_rank() -> torch.device:

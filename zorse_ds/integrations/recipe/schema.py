@@ -15,6 +15,39 @@ from zorse_ds.files import read_json, write_text
 
 Schedule = Literal["constant", "linear", "cosine", "constant_with_warmup"]
 
+_BATCH = (
+    *("batch_size", "train_batch_size", "global_batch_size", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"),
+)
+_LENGTH = ("max_seq_length", "max_length", "max_seq_len", "block_size", "sequence_length")
+_OTHER_NAMES = {
+    **dict.fromkeys(_BATCH, "global_batch"),
+    **dict.fromkeys(_LENGTH, "seq_len"),
+    **dict.fromkeys(("max_steps", "num_steps", "train_steps", "iterations"), "steps"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "epochs"),
+    **dict.fromkeys(("model_name_or_path", "model_name", "base_model"), "model"),
+    **dict.fromkeys(("output_dir", "out", "run_dir", "save_dir"), "output"),
+    **dict.fromkeys(("lr", "learning-rate"), "learning_rate"),
+    **dict.fromkeys(("lr_scheduler", "scheduler", "schedule"), "lr_scheduler_type"),
+    **dict.fromkeys(("warmup", "warmup_ratio", "num_warmup_steps"), "warmup_steps"),
+    **dict.fromkeys(("max_grad_norm", "clip_grad", "grad_clip"), "gradient_clipping"),
+    **dict.fromkeys(("bf16", "fp16", "torch_dtype", "precision", "mixed_precision"), "dtype"),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "eval_every"), "eval_steps"),
+    **dict.fromkeys(("save_strategy", "save_every", "checkpoint_steps"), "save_steps"),
+    **dict.fromkeys(("lora", "peft", "peft_config", "lora_config", "adapter"), "adapters"),
+    **dict.fromkeys(("report_to", "logging_dir", "logging_steps", "run_name"), "monitor"),
+    **dict.fromkeys(("wandb", "tensorboard"), "monitor"),
+    **dict.fromkeys(
+        ("optim", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon"), "deepspeed"
+    ),
+    **dict.fromkeys(("train_file", "dataset", "dataset_name", "train"), "data.train"),
+    **dict.fromkeys(("validation_file", "eval_dataset", "validation"), "data.validation"),
+    "data_seed": "data.seed",
+    "merge": "merge_adapters",
+    "nodes": "hostfile",
+}
+"""What keys are called in `TrainingArguments`, in its scripts, and elsewhere."""
+
 
 class DataRecipe(StrictModel):
     """What is trained on, and what is measured on."""
@@ -54,6 +87,8 @@ class MonitorRecipe(StrictModel):
 
 class Recipe(StrictModel):
     """A run. Raises `ConfigError` on malformed input."""
+
+    other_names = _OTHER_NAMES
 
     model: str = Field(min_length=1)
     """Folder of a Hugging Face model with its tokenizer."""
