@@ -105,8 +105,9 @@ def _contestants(tried: list[Tried], plan: Plan, setting: Setting) -> dict[str, 
 
 def _told_runs(runs: Runs, tokens: int) -> dict[str, Any]:
     facts = {name: summary(own, tokens) for name, own in runs.items()}
+    ours = facts[OURS]["seconds"] if OURS in facts else None
     for own in facts.values():
-        pairs = zip(own["seconds"], facts[OURS]["seconds"], strict=True)
+        pairs = zip(own["seconds"], ours, strict=True) if ours else ()
         own["ratios"] = [it / us for it, us in pairs]
     return facts
 
@@ -117,24 +118,30 @@ def show(facts: dict[str, Any]) -> None:
     heads = ("", "tokens/s", "zorse_ds ÷ it", "ceiling ÷ it", "of ceiling", "bubble")
     table = Table(*heads, "peak GiB by rank")
     for name, own in facts["runs"].items():
-        ratios = own["ratios"]
-        spread = f"{min(ratios):.2f}" + (
-            f"–{max(ratios):.2f}" if max(ratios) - min(ratios) > 0.005 else ""
-        )
         table.add_row(
             name,
             f"{own['tokens_per_s']:,.0f}",
-            spread,
+            _spread(own["ratios"]),
             f"{ceiling / own['tokens_per_s']:.2f}",
             f"{100 * own['tokens_per_s'] / ceiling:.0f} %",
             f"{100 * own['bubble_share']:.0f} %",
             " ".join(f"{each / GIB:.1f}" for each in own["peak_bytes"]),
         )
+    for name in facts["out_of_memory"]:
+        table.add_row(name, "out of memory")
     console.print(table)
     for part in facts["stock"]:
         console.print(_sentence(part))
     for name, why in facts["out_of_memory"].items():
         console.print(f"{name}: {why}")
+
+
+def _spread(ratios: list[float]) -> str:
+    """Of the repeats; empty where there is nothing to compare with."""
+    if not ratios:
+        return ""
+    least, most = min(ratios), max(ratios)
+    return f"{least:.2f}" + (f"–{most:.2f}" if most - least > 0.005 else "")
 
 
 def _sentence(part: dict[str, Any]) -> str:
