@@ -151,10 +151,10 @@ class Traffic:
             self.received_bytes += others * flat.element_size()
             return start_gather(group, flat, layout)
 
-        def reduce(group: Any, flat: Any, layout: Any) -> Any:
+        def reduce(group: Any, flat: Any, layout: Any, wire: Any = None) -> Any:
             own = layout.of(group.rank).size
-            self.received_bytes += (len(group.ranks) - 1) * own * flat.element_size()
-            return reduce_shards(group, flat, layout)
+            self.received_bytes += (len(group.ranks) - 1) * own * (wire or flat.dtype).itemsize
+            return reduce_shards(group, flat, layout, wire)
 
         mock.patch.object(TorchProcessGroup, "start_gather", gather).start()
         mock.patch.object(TorchProcessGroup, "reduce_shards", reduce).start()

@@ -20,6 +20,7 @@ from zorse_ds.integrations.deepspeed.config import (
     settled_plan,
 )
 from zorse_ds.integrations.deepspeed.optimizer import rebound
+from zorse_ds.integrations.deepspeed.precision import gradient_wire
 
 PLAN_DICT: dict[str, Any] = {
     "version": 1,
@@ -56,7 +57,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": {"enabled": False, "auto_cast": True}}, "fp16.auto_cast is True"),
     ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states is True"),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype is 'bf16'"),
-    ({"communication_data_type": "fp16"}, "communication_data_type is 'fp16'"),
+    ({"communication_data_type": "fp8"}, "communication_data_type is 'fp8'"),
     ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op is 'sum'"),
     ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor is 2.0"),
     ({"prescale_gradients": True}, "prescale_gradients is True"),
@@ -282,3 +283,22 @@ def test_a_plan_of_the_environment_goes_before_all_others(
     monkeypatch.delenv("ZORSE_PLAN")
     assert settled_plan(PLAN, None) == PLAN
     assert settled_plan(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "computed", "expected"),
+    [
+        (None, torch.bfloat16, torch.bfloat16),
+        (None, torch.float16, torch.float16),
+        (None, torch.float32, None),
+        (None, torch.float64, None),
+        ("fp32", torch.bfloat16, None),
+        ("bf16", torch.float32, torch.bfloat16),
+        ("fp16", torch.bfloat16, torch.float16),
+    ],
+)
+def test_gradients_travel_as_in_deepspeed(
+    wanted: str | None, computed: torch.dtype, expected: torch.dtype | None
+) -> None:
+    config = {} if wanted is None else {"communication_data_type": wanted}
+    assert gradient_wire(config, computed) == expected

@@ -102,3 +102,21 @@ def test_groups_of_one_of_some_and_of_all() -> None:
         assert largest.tolist() == [2.0, 0.0]
         assert alone.tolist() == reduced.tolist() == [5.0]
     assert torch.cat([first[3], third[3]]).tolist() == [0, 4, 8, 12, 16]
+
+
+def in_sixteen_bits(rank: int) -> list[Tensor]:
+    dist.init_process_group("gloo")
+    group = TorchProcessGroup(rank, RANKS, dist.new_group(RANKS))
+    process_groups.BUCKET_NUMEL = 40
+    layout = shard_layout(257, RANKS, (4, 3, 0, 1))
+    own = contribution(rank, 257)
+    return [group.reduce_shards(own, layout, wire) for wire in (torch.bfloat16, torch.float16)]
+
+
+def test_what_travels_in_sixteen_bits_is_rounded_once_and_summed_in_float32() -> None:
+    shards = run_ranks(4, in_sixteen_bits, timeout_s=30)
+    for i, dtype in enumerate((torch.bfloat16, torch.float16)):
+        expected = contribution(0, 257).to(dtype).float()
+        for rank in RANKS[1:]:
+            expected = expected + contribution(rank, 257).to(dtype).float()
+        assert torch.equal(torch.cat([own[i] for own in shards]), expected)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from zorse_ds.core.plan import GpuGroup, GpuShare, Plan
 from zorse_ds.cost.activations import StageActivations, activation_table
-from zorse_ds.cost.dtypes import MASTER_BYTES, dtype_of
+from zorse_ds.cost.dtypes import DTYPE_BYTES, MASTER_BYTES, dtype_of
 from zorse_ds.cost.setting import Setting
 from zorse_ds.cost.state import StageParams, StateBytes, params_of, state_bytes
 from zorse_ds.schedule.residency import residencies_of
@@ -115,9 +115,11 @@ class RankBook:
         if self.width == 1:
             return 0.0
         owned = self.hosted[stage].params.owned
-        numel = min(REDUCED_AT_ONCE, owned)
-        sent = numel if owned > REDUCED_AT_ONCE else 0.0
-        return MASTER_BYTES * (sent + self.width * numel * self.share + owned * self.share)
+        numel, wire = min(REDUCED_AT_ONCE, owned), DTYPE_BYTES[self.book.dtype]
+        is_copied = owned > REDUCED_AT_ONCE or wire != MASTER_BYTES
+        sent = wire * numel if is_copied else 0.0
+        received = wire * self.width * numel * self.share
+        return sent + received + MASTER_BYTES * owned * self.share
 
     def step_bytes(self, stage: int) -> float:
         """Temporaries of the optimizer's step on the device."""

@@ -41,13 +41,15 @@ def opening_s(kind: GpuType, num_params: float) -> float:
     return num_params * MASTER_BYTES / memory_bytes_per_s(kind)
 
 
-def reduction_s(kind: GpuType, num_params: float, share: float, width: int) -> float:
+def reduction_s(kind: GpuType, dtype: Dtype, num_params: float, share: float, width: int) -> float:
     """Seconds in which a rank cuts gradients for the others and sums up its own shard.
 
-    Reads and writes all that it sends, adds `width` contributions to its shard (each is read, and
-    the sum read and written), and reads the shard once for the norm. A rank alone only does that.
+    Reads all gradients and writes what it sends, adds `width` contributions to its shard (each is
+    read, and the sum read and written), and reads the shard once for the norm. A rank alone only
+    does that. What travels is in the group's dtype.
     """
     if width == 1:
         return num_params * MASTER_BYTES / memory_bytes_per_s(kind)
-    touched = 2 * num_params + (3 * width + 1) * share * num_params
-    return touched * MASTER_BYTES / memory_bytes_per_s(kind)
+    wire = DTYPE_BYTES[dtype]
+    touched = MASTER_BYTES + wire + (width * (2 * MASTER_BYTES + wire) + MASTER_BYTES) * share
+    return num_params * touched / memory_bytes_per_s(kind)

@@ -230,7 +230,7 @@ class _Form:
         one += 2 * MASTER_BYTES / slowest.host_bytes_per_s
         rows = []
         for level, offload in product(self.levels, self.offloads):
-            seconds = pace * MASTER_BYTES * params.owned
+            seconds = pace * element * params.owned
             if level:
                 seconds = seconds + pace * element * params.held
             if offload != "none":

@@ -20,7 +20,7 @@ from zorse_ds.planner.draft import (
     recomputed,
 )
 from zorse_ds.planner.settings import host_s
-from zorse_ds.planner.traffic import Shares, boundary_loads, gather_s, reduce_s, ring_pace
+from zorse_ds.planner.traffic import Shares, boundary_loads, gather_s, ring_pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,13 @@ def _facts(group: GroupDraft, stages: Stages, setting: Setting, batch: int) -> _
 def _collectives(
     group: GroupDraft, stages: Stages, setting: Setting
 ) -> tuple[tuple[float, float], float]:
-    """Seconds of gathers in both phases, and of the collectives that a group must wait for."""
+    """Seconds of gathers in both phases, and of the collectives that a group must wait for.
+
+    A sum of gradients takes as long as a gather: both are in the group's dtype.
+    """
     pace = ring_pace(group.ranks, setting)
     gathers = [gather_s(group.dtype, layers, setting, pace) for _, layers in stages]
-    waits = sum(reduce_s(layers, setting, pace) for _, layers in stages)
+    waits = sum(gathers)
     if group.zero_level == 3:
         return (sum(gathers), sum(gathers[:-1])), waits
     return (0.0, 0.0), waits + (sum(gathers) if group.zero_level else 0.0)

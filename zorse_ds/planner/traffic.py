@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from zorse_ds.core.gpus import GB_PER_S
 from zorse_ds.core.plan import Dtype
-from zorse_ds.cost.dtypes import DTYPE_BYTES, MASTER_BYTES
+from zorse_ds.cost.dtypes import DTYPE_BYTES
 from zorse_ds.cost.setting import Setting
 from zorse_ds.planner.draft import Draft
 from zorse_ds.ranges import Range
@@ -107,8 +107,3 @@ def param_bytes(setting: Setting, layers: Range, element: int) -> float:
 def gather_s(dtype: Dtype, layers: Range, setting: Setting, pace: float) -> float:
     """Seconds of one gather of a stage's parameters."""
     return pace * param_bytes(setting, layers, DTYPE_BYTES[dtype])
-
-
-def reduce_s(layers: Range, setting: Setting, pace: float) -> float:
-    """Seconds of summing a stage's float32 gradients over its group."""
-    return pace * param_bytes(setting, layers, MASTER_BYTES)

@@ -73,6 +73,8 @@ class RankParts:
     world: ProcessGroup
     host: HostMemory | None = None
     """Set where the group keeps masters, optimizer state and shards in host memory."""
+    wire: torch.dtype | None = None
+    """What gradients travel in to be summed up in a group; None: what they accumulate in."""
 
 
 def build_optimizer(
@@ -157,7 +159,7 @@ def _buckets(
     process_group = parts.process_group(plan_group.ranks)
     buckets = []
     for group, flat in cut_into_buckets(owned, groups.index_of):
-        buckets.append(Bucket(flat, plan_group, process_group, originals, parts.host))
+        buckets.append(Bucket(flat, plan_group, process_group, originals, parts.host, parts.wire))
         group_of[id(buckets[-1])] = group
     return buckets
 

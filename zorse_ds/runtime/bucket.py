@@ -33,8 +33,11 @@ class Bucket:
         process_group: ProcessGroup,
         originals: Mapping[str, Tensor],
         host: HostMemory | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         self.flat = flat
+        self.wire = wire
+        """What gradients travel in to be summed up; None: what they accumulate in."""
         self.layout: ShardLayout = cut_into_shards(flat.numel, group)
         self.zero_level = group.zero_level
         self._group = process_group
@@ -53,7 +56,7 @@ class Bucket:
         """Collective over the group: sum gradients; the master's part becomes its gradient."""
         grad = self.flat.grad
         assert grad is not None, "gradients are open from the first backward on"
-        shard = self._group.reduce_shards(grad, self.layout)
+        shard = self._group.reduce_shards(grad, self.layout, self.wire)
         if self.zero_level >= 2:
             self.master.grad = shard if self._host is None else self._host.store(shard)
             self.flat.drop_grads()

@@ -41,11 +41,16 @@ class LocalProcessGroup:
             flat[shard.as_slice()] = other
         return Arrived()
 
-    def reduce_shards(self, flat: Tensor, layout: ShardLayout) -> Tensor:
+    def reduce_shards(
+        self, flat: Tensor, layout: ShardLayout, wire: torch.dtype | None = None
+    ) -> Tensor:
         """See `ProcessGroup.reduce_shards`."""
+        if len(self.ranks) == 1:
+            return flat.clone()
         own = layout.of(self.rank).as_slice()
-        parts = [other[own] for other in self._board.show(self.rank, flat.clone())]
-        total = parts[0].clone()
+        sent = flat.clone() if wire is None else flat.to(wire, copy=True)
+        parts = [other[own] for other in self._board.show(self.rank, sent)]
+        total = parts[0].to(flat.dtype, copy=True)
         for part in parts[1:]:
             total += part
         return total

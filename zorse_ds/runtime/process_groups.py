@@ -40,8 +40,13 @@ class ProcessGroup(Protocol):
         The own shard must be in its place; nothing may touch `flat` before `wait`.
         """
 
-    def reduce_shards(self, flat: Tensor, layout: ShardLayout) -> Tensor:
-        """Collective: the own shard of the sum of all members' `flat` (numel)."""
+    def reduce_shards(
+        self, flat: Tensor, layout: ShardLayout, wire: torch.dtype | None = None
+    ) -> Tensor:
+        """Collective: the own shard of the sum of all members' `flat` (numel), in its dtype.
+
+        Contributions travel in `wire`, to which they are rounded before they are summed up.
+        """
 
 
 class Gathering(Protocol):
@@ -122,23 +127,27 @@ class TorchProcessGroup:
             ]
         return _Works(self, works)
 
-    def reduce_shards(self, flat: Tensor, layout: ShardLayout) -> Tensor:
+    def reduce_shards(
+        self, flat: Tensor, layout: ShardLayout, wire: torch.dtype | None = None
+    ) -> Tensor:
         """See `ProcessGroup.reduce_shards`.
 
-        Equal shards on NCCL take the single-tensor call. Otherwise the shards are exchanged all to
-        all and summed here in rank order; gloo's own reduce-scatter moves twice the bytes.
+        Equal shards on NCCL take the single-tensor call, where it sums in the dtype of `flat`.
+        Otherwise the shards are exchanged all to all and summed here in rank order; gloo's own
+        reduce-scatter moves twice the bytes.
         """
         own = layout.of(self.rank)
+        wire = wire or flat.dtype
         if len(self.ranks) == 1:
             return flat
-        if self._backend == "nccl" and len(set(layout.sizes)) == 1:
+        if self._backend == "nccl" and len(set(layout.sizes)) == 1 and wire == flat.dtype:
             shard = flat.new_empty(own.size)
             dist.reduce_scatter_tensor(shard, flat, group=self.handle)
             return shard
         with wires(self.rank, "reduce shards", self.ranks):
-            return self._exchange_and_sum(flat, layout)
+            return self._exchange_and_sum(flat, layout, wire)
 
-    def _exchange_and_sum(self, flat: Tensor, layout: ShardLayout) -> Tensor:
+    def _exchange_and_sum(self, flat: Tensor, layout: ShardLayout, wire: torch.dtype) -> Tensor:
         me = layout.ranks.index(self.rank)
         shard = flat.new_empty(layout.sizes[me])
         filled = 0
@@ -146,7 +155,8 @@ class TorchProcessGroup:
             sizes = [piece.size for piece in pieces]
             whole = sum(sizes) == layout.numel
             sent = flat if whole else torch.cat([flat[piece.as_slice()] for piece in pieces])
-            received = flat.new_empty(len(sizes) * sizes[me])
+            sent = sent.to(wire)
+            received = sent.new_empty(len(sizes) * sizes[me])
             dist.all_to_all_single(
                 received, sent, [sizes[me]] * len(sizes), sizes, group=self.handle
             )

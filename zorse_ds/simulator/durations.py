@@ -116,13 +116,17 @@ class Durations:
         return self._gather(self.groups[stage], self.params[stage].held * element)
 
     def reduce(self, stage: int) -> Collective:
-        """Sum a stage's gradients over its group; at level 0 everybody gets all of them."""
+        """Sum a stage's gradients over its group; at level 0 everybody gets all of them.
+
+        They travel in the group's dtype, and sums in float32.
+        """
         group = self.groups[stage]
-        num_bytes = self.params[stage].owned * MASTER_BYTES
-        scattered = reduce_scatter(self.network, group.ranks, _shards(group, num_bytes))
+        numel = self.params[stage].owned
+        sent = _shards(group, numel * DTYPE_BYTES[self.dtypes[stage]])
+        scattered = reduce_scatter(self.network, group.ranks, sent)
         if group.zero_level:
             return scattered
-        return scattered.followed_by(self._gather(group, num_bytes))
+        return scattered.followed_by(self._gather(group, numel * MASTER_BYTES))
 
     def reduce_s(self, rank: int, stage: int) -> float:
         """What a rank's own memory adds to the reduction: sums, norm, a copy to the host."""
@@ -130,7 +134,7 @@ class Durations:
         gpu = self.setting.cluster.gpus[rank]
         share = _share(group, rank)
         params = self.params[stage].owned
-        seconds = reduction_s(gpu.type, params, share, len(group.gpus))
+        seconds = reduction_s(gpu.type, self.dtypes[stage], params, share, len(group.gpus))
         if group.offload != "none":
             seconds += self._stepped(rank, stage) * MASTER_BYTES / gpu.host_bytes_per_s
         return seconds

@@ -155,7 +155,7 @@ _ONLY_VALUES: dict[str, tuple[Any, ...]] = {
     "gradient_predivide_factor": (1, None),
     "gradient_allreduce_op": ("mean", None),
     "managed_gradient_accumulation": (True,),
-    "communication_data_type": ("fp32", None),
+    "communication_data_type": ("fp32", "bf16", "fp16", None),
     "graph_harvesting": (False,),
     "compile.deepcompile": (False,),
     "sequence_parallel_size": (1, None),
@@ -166,7 +166,7 @@ _ONLY_VALUES: dict[str, tuple[Any, ...]] = {
     "bf16.bf16_master_weights_and_grads": (False,),
     "bf16.bf16_optimizer_states": (False,),
 }
-"""Gradients are sums of float32 over the whole batch, masters are float32; nothing else is done."""
+"""Gradients accumulate and are summed in float32, masters are float32; nothing else is done."""
 
 
 def _values(config: Config) -> Iterator[str]:

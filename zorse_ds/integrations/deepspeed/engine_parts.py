@@ -28,6 +28,7 @@ from zorse_ds.integrations.deepspeed.precision import (
     check_devices,
     default_dtype,
     dtype_of_rank,
+    gradient_wire,
     has_float16,
 )
 from zorse_ds.integrations.deepspeed.stepping import stepping_of
@@ -113,6 +114,7 @@ class EngineParts:
             self.world.process_group,
             self.world.world,
             self.host,
+            gradient_wire(self.config, self.dtype),
         )
         if isinstance(client, torch.optim.Optimizer):
             groups = param_groups_of(client.param_groups)

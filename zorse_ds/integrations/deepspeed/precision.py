@@ -13,6 +13,8 @@ from zorse_ds.errors import ConfigError
 from zorse_ds.runtime.dist_world import DistWorld
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
+WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the name that DeepSpeed gives them; float32 is what gradients accumulate in."""
 
 
 def default_dtype(config: dict[str, Any]) -> Dtype:
@@ -27,6 +29,18 @@ def default_dtype(config: dict[str, Any]) -> Dtype:
 def dtype_of_rank(plan: Plan, rank: int, config: dict[str, Any]) -> torch.dtype:
     """The group's own dtype, or else the config's."""
     return TORCH_DTYPES[plan.group_of_rank(rank).dtype or default_dtype(config)]
+
+
+def gradient_wire(config: dict[str, Any], computed: torch.dtype) -> torch.dtype | None:
+    """What gradients travel in between ranks of a group that computes in `computed`.
+
+    `communication_data_type` as in DeepSpeed: by default a group of 16 bits sends 16 bits. None:
+    what gradients accumulate in.
+    """
+    wanted = config.get("communication_data_type")
+    if wanted is None:
+        return computed if computed in (torch.float16, torch.bfloat16) else None
+    return WIRES[wanted]
 
 
 def boundary_dtypes(

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from math import ceil, inf
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from zorse_ds.core.shards import ShardLayout
@@ -86,30 +87,32 @@ class _GroupTimes:
         self._gpu.join(self._ranks, price, lambda: self._all_reduce(tensor, op))
 
     def _gather(self, flat: Tensor, layout: ShardLayout) -> Gathering:
-        key = self._gpu.arrive(self._ranks, self._priced(gather, flat, layout))
+        key = self._gpu.arrive(self._ranks, self._priced(gather, flat.dtype, layout))
         return _VirtualGathering(self._start(flat, layout), self._gpu, key)
 
-    def _sum(self, flat: Tensor, layout: ShardLayout) -> Tensor:
+    def _sum(self, flat: Tensor, layout: ShardLayout, wire: torch.dtype | None = None) -> Tensor:
         most = max(1, ceil(BUCKET_NUMEL / self._gpu.miniature.ratio), layout.numel // MOST_PIECES)
 
         def run() -> Tensor:
             with mock.patch.object(process_groups, "BUCKET_NUMEL", most):
-                return self._reduce(flat, layout)
+                return self._reduce(flat, layout, wire)
 
-        shard: Tensor = self._gpu.join(self._ranks, self._priced(reduce_scatter, flat, layout), run)
+        price = self._priced(reduce_scatter, wire or flat.dtype, layout)
+        shard: Tensor = self._gpu.join(self._ranks, price, run)
         own = layout.of(self._rank).size / max(1, layout.numel)
         numel = layout.numel * self._gpu.miniature.ratio
-        seconds = reduction_s(self._gpu.gpu.type, numel, own, len(self._ranks))
+        kind, dtype = self._gpu.gpu.type, self._gpu.dtype
+        seconds = reduction_s(kind, dtype, numel, own, len(self._ranks))
         self._gpu.work("ReduceGrads", seconds)
         return shard
 
     def _priced(
         self,
         kind: Callable[[Network, Sequence[int], Sequence[float]], Collective],
-        flat: Tensor,
+        dtype: torch.dtype,
         layout: ShardLayout,
     ) -> Collective:
-        element = flat.element_size() * self._gpu.miniature.ratio
+        element = dtype.itemsize * self._gpu.miniature.ratio
         return kind(self._gpu.network, layout.ranks, [size * element for size in layout.sizes])
 
 
