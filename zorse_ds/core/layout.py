@@ -1,5 +1,6 @@
 """Where each sample of a global batch is at each stage, and what travels between stages."""
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -56,6 +57,10 @@ class Layout:
     def num_stages(self) -> int:
         """How many stages there are."""
         return len(self.micro_batches)
+
+    def num_rounds(self, stage: int) -> int:
+        """Micro-batches of the rank of a stage that has most."""
+        return max(Counter(own.rank for own in self.micro_batches[stage]).values())
 
     @cached_property
     def outgoing(self) -> TransfersByEnd:

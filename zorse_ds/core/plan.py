@@ -73,6 +73,9 @@ class GpuGroup(StrictModel):
     name: str = Field(min_length=1)
     gpus: Annotated[tuple[GpuShare, ...], BeforeValidator(_as_tuple)]
     zero_level: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)] = 0
+    reduce_after: Literal["step", "micro_batch"] = "step"
+    """`micro_batch`: each micro-batch's gradients are summed into shards beside its backward pass,
+    and never whole on a rank; for `zero_level` 2 in a plan of one stage."""
     recompute: Recompute = "none"
     recompute_every: int = Field(default=1, ge=1, le=_MOST)
     """With recompute: layers between two kept activations."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def plan_problems(plan: "Plan") -> list[str]:
     """Every contradiction between the parts of a plan whose parts are well-formed."""
     of_groups = (_not_empty, _names, _ranks, _samples, _weights)
-    of_stages = (_tiling, _hosts, _one_stage_a_group)
+    of_stages = (_tiling, _hosts, _one_stage_a_group, _reduced_often)
     without_effect = (_turnaround, _ahead, _recompute)
     rules = (*of_groups, *of_stages, *without_effect)
     return [problem for rule in rules for problem in rule(plan)]
@@ -121,6 +121,28 @@ def _one_stage_a_group(plan: "Plan") -> Iterator[str]:
             yield (
                 f"schedule is {plan.schedule!r}, but group {name!r} hosts {count} stages; expected "
                 "one stage a group, or schedule 'ministage'"
+            )
+
+
+def _reduced_often(plan: "Plan") -> Iterator[str]:
+    """What runs beside the backward pass must not get between the groups of a pipeline."""
+    for i, group in enumerate(plan.groups):
+        if group.reduce_after == "step":
+            continue
+        if len(plan.stages) > 1:
+            yield (
+                f"groups[{i}].reduce_after is 'micro_batch', but the plan has {len(plan.stages)} "
+                "stages; expected 'step', or one stage over all GPUs"
+            )
+        if group.zero_level != 2:
+            yield (
+                f"groups[{i}].reduce_after is 'micro_batch', but zero_level of group "
+                f"{group.name!r} is {group.zero_level}; expected zero_level 2, or 'step'"
+            )
+        if group.offload != "none":
+            yield (
+                f"groups[{i}].reduce_after is 'micro_batch', but offload of group {group.name!r} "
+                f"is {group.offload!r}; expected offload 'none', or 'step'"
             )
 
 

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from zorse_ds.core.plan import GpuGroup
 from zorse_ds.ranges import Range, apportion, consecutive
 
+LEAST_LOT = 1 << 24
+"""Elements from which on gradients travel together where each micro-batch's are summed: whole
+layers, as many as it takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:

@@ -31,15 +31,16 @@ class StageActivations:
     workspaces: Callable[[int], Sequence[int]]
     """Micro-batch size → workspace of each pipeline layer of the model."""
 
-    def extra_bytes(self, size: int) -> float:
+    def extra_bytes(self, size: int, beside: Callable[[Range], float] = lambda _: 0.0) -> float:
         """The most that a pass of `size` samples holds beside what the samples keep.
 
         In forward and in backward the layers beyond the current one hold nothing (any more).
+        `beside`: what else is there while the pass is at some layers.
         """
         workspaces = self.workspaces(size)
         most = later = 0.0
         for segment in reversed(self.segments):
-            workspace = max(workspaces[segment.layers.as_slice()])
+            workspace = max(workspaces[segment.layers.as_slice()]) + beside(segment.layers)
             most = max(most, workspace + segment.moving_per_sample * size - later)
             later += segment.kept_per_sample * size
         return most

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from zorse_ds.core.plan import GpuGroup, GpuShare, Plan
 from zorse_ds.cost.activations import StageActivations, activation_table
 from zorse_ds.cost.dtypes import DTYPE_BYTES, MASTER_BYTES, dtype_of
+from zorse_ds.cost.rounds import UnderWay, lots_of
 from zorse_ds.cost.setting import Setting
 from zorse_ds.cost.state import StageParams, StateBytes, params_of, state_bytes
 from zorse_ds.schedule.residency import residencies_of
@@ -89,18 +90,31 @@ class RankBook:
         self.width = len(book.group.gpus)
         states = [each.state for each in self.hosted.values()]
         level = book.group.zero_level
-        self.cuts_gradients = level >= 2
+        self.sums_often = book.group.reduce_after == "micro_batch"
+        """Each micro-batch's gradients by themselves, in lots; a rank keeps its shard alone."""
+        self.cuts_gradients = level >= 2 and not self.sums_often
         """Whole gradients are there only from a stage's first backward to its reduction."""
+        self.keeps_gradients = level < 2
         activations = [each.activations for each in self.hosted.values()]
         longest = max(max(each.input_per_sample, each.output_per_sample) for each in activations)
         most = max(gpu.micro_batches, default=0)
         self.at_rest = Moment(
             parameters=sum(each.parameters for each in states),
-            gradients=0.0 if self.cuts_gradients else sum(each.open_gradients for each in states),
+            gradients=sum(each.open_gradients for each in states) if self.keeps_gradients else 0.0,
             optimizer=sum(each.optimizer for each in states),
             buffers=MESSAGES_AHEAD * most * longest,
         )
         """Between the passes, with nothing in flight and nothing gathered."""
+
+    def pass_bytes(self, stage: int, size: int) -> float:
+        """What a pass of `size` samples holds at most beside what they keep."""
+        activations = self.hosted[stage].activations
+        extra = activations.extra_bytes(size)
+        if not self.sums_often:
+            return extra
+        model, wire = self.book.setting.model, DTYPE_BYTES[self.book.dtype]
+        way = UnderWay(lots_of(model), wire, self.width * self.share if self.width > 1 else 0.0)
+        return max(extra + way.after_pass, activations.extra_bytes(size, way.beside))
 
     def opened(self, stage: int) -> float:
         """What a stage's gradients add from its first backward to its reduction."""
@@ -108,11 +122,15 @@ class RankBook:
 
     def reduced(self, stage: int) -> float:
         """What they add from then to its step."""
-        return self.hosted[stage].state.reduced_gradients if self.cuts_gradients else 0.0
+        return 0.0 if self.keeps_gradients else self.hosted[stage].state.reduced_gradients
+
+    def summed(self, stage: int) -> float:
+        """What they add from the end of its first backward to its reduction."""
+        return self.hosted[stage].state.reduced_gradients if self.sums_often else 0.0
 
     def reduction_bytes(self, stage: int) -> float:
         """Pieces that are exchanged, and the own shard of the sum."""
-        if self.width == 1:
+        if self.width == 1 or self.sums_often:
             return 0.0
         owned = self.hosted[stage].params.owned
         numel, wire = min(REDUCED_AT_ONCE, owned), DTYPE_BYTES[self.book.dtype]
@@ -174,15 +192,25 @@ class _Sweep:
         if self.late is not None:
             at = replace(at, gradients=at.gradients + self.rank.opened(self.late))
             yield replace(at, buffers=at.buffers + self.rank.reduction_bytes(self.late))
-        # A small micro-batch may add more: it finds fewer bytes freed by later layers.
-        most = max(activations.extra_bytes(size) for size in self.distinct)
-        yield replace(at, workspace=most)
+        sizes = self.distinct
+        if self.rank.sums_often and limit == 1:
+            # Alone in flight, the first micro-batch does not find its own sums there yet.
+            first, *later = self.sizes
+            yield replace(at, activations=kept * first, workspace=self._most(visit, {first}))
+            sizes = set(later)
+            at = replace(at, activations=kept * max(later, default=0))
+        at = replace(at, gradients=at.gradients + self.rank.summed(visit.stage))
+        yield replace(at, workspace=self._most(visit, sizes))
+
+    def _most(self, visit: Visit, sizes: set[int]) -> float:
+        """A small micro-batch may add more: it finds fewer bytes freed by later layers."""
+        return max((self.rank.pass_bytes(visit.stage, size) for size in sizes), default=0.0)
 
     def reducing(self, at: Moment, stage: int) -> Moment:
         """The reduction of a stage: its gradients whole and, in part, as a shard."""
         opened = self.rank.opened(stage)
         buffers = at.buffers + self.rank.reduction_bytes(stage)
-        gradients = self.gradients + opened
+        gradients = self.gradients + opened + self.rank.summed(stage)
         self.late = stage if self.rank.width > 1 else None
         self.gradients += 0.0 if self.interleaved else self.rank.reduced(stage)
         return replace(at, gradients=gradients, activations=self.waiting, buffers=buffers)

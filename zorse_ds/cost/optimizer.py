@@ -41,6 +41,17 @@ def opening_s(kind: GpuType, num_params: float) -> float:
     return num_params * MASTER_BYTES / memory_bytes_per_s(kind)
 
 
+def lot_sum_s(kind: GpuType, dtype: Dtype, num_params: float, share: float, width: int) -> float:
+    """Seconds in which a rank lays one micro-batch's gradients together and sums up its own shard.
+
+    Reads and writes what travels, in the group's dtype, and adds `width` contributions to its shard
+    (each is read, and the sum read and written).
+    """
+    wire = DTYPE_BYTES[dtype]
+    touched = 2 * wire + width * (2 * MASTER_BYTES + wire) * share
+    return num_params * touched / memory_bytes_per_s(kind)
+
+
 def reduction_s(kind: GpuType, dtype: Dtype, num_params: float, share: float, width: int) -> float:
     """Seconds in which a rank cuts gradients for the others and sums up its own shard.
 

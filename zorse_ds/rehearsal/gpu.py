@@ -80,11 +80,12 @@ class VirtualGpu:
         def forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
             self._pass("ForwardPass", seconds(len(output)).forward_s)
 
-        def backward(module: nn.Module, grads_in: Any, grads_out: Sequence[Tensor]) -> None:
-            self._pass("BackwardPass", seconds(len(grads_out[0])).backward_s)
+        def backward(module: nn.Module, grads: Sequence[Tensor]) -> None:
+            self._pass("BackwardPass", seconds(len(grads[0])).backward_s)
 
         layer.register_forward_hook(forward)
-        layer.register_full_backward_hook(backward)
+        # Before it, so that gradients come when the layer's time is over and not at its start.
+        layer.register_full_backward_pre_hook(backward)
 
     def _pass(self, name: str, seconds: float) -> None:
         """A layer's part of a pass; forward again for recompute is part of the backward pass."""

@@ -1,7 +1,9 @@
 """Putting one rank together: from a plan and the models of its stages to a `ShardedOptimizer`."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zorse_ds.core.plan import Plan
-from zorse_ds.core.shards import cut_into_shards, shard_layout
+from zorse_ds.core.shards import LEAST_LOT, cut_into_shards, shard_layout
 from zorse_ds.errors import ModelError
 from zorse_ds.runtime.bucket import Bucket
 from zorse_ds.runtime.flat import FlatParameters, NamedParameter
@@ -22,6 +24,7 @@ from zorse_ds.runtime.optimizer import (
     cut_into_buckets,
 )
 from zorse_ds.runtime.process_groups import ProcessGroup, gather_shards
+from zorse_ds.runtime.rounds import Rounds
 from zorse_ds.runtime.sharded import ShardedFlat
 from zorse_ds.runtime.ties import OwnedPlace, TiedCopy, TiedParameters
 from zorse_ds.schedule.residency import GATHERED_LEVEL
@@ -102,10 +105,12 @@ def build_optimizer(
         sharded = [bucket.sharded for bucket in buckets]
         sharded += [copy.sharded for copy in own_copies.values()]
         sharded += [_sharded(parts, stage, flat) for flat in _by_dtype(lots.frozen)]
+        by_round = parts.plan.group_of_stage(stage).reduce_after == "micro_batch"
         stages[stage] = StageParameters(
             tuple(buckets),
             tuple(copy.flat for copy in own_copies.values()),
             tuple(each for each in sharded if each is not None),
+            Rounds(buckets) if by_round else None,
         )
     optimizer = ShardedOptimizer(
         stages,
@@ -158,10 +163,33 @@ def _buckets(
     plan_group = parts.plan.group_of_stage(stage)
     process_group = parts.process_group(plan_group.ranks)
     buckets = []
-    for group, flat in cut_into_buckets(owned, groups.index_of):
-        buckets.append(Bucket(flat, plan_group, process_group, originals, parts.host, parts.wire))
-        group_of[id(buckets[-1])] = group
+    by_round = plan_group.reduce_after == "micro_batch"
+    for lot in _by_layers(owned) if by_round else [owned]:
+        for group, flat in cut_into_buckets(lot, groups.index_of, accumulates=not by_round):
+            made = Bucket(flat, plan_group, process_group, originals, parts.host, parts.wire)
+            buckets.append(made)
+            group_of[id(made)] = group
     return buckets
+
+
+def _by_layers(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
+    """Whole layers, as many as it takes to `LEAST_LOT`: those of one agree up to a number."""
+    lots: list[list[NamedParameter]] = []
+    numel = 0
+    for _, layer in groupby(parameters, _layer_of):
+        own = list(layer)
+        if not lots or numel >= LEAST_LOT:
+            lots.append([])
+            numel = 0
+        lots[-1] += own
+        numel += sum(named.parameter.numel() for named in own)
+    return lots
+
+
+def _layer_of(named: NamedParameter) -> str:
+    """Its name up to the first number: `model.layers.3`; empty where there is none."""
+    found = re.match(r"(.*?\.)?\d+(?=\.)", named.name)
+    return found[0] if found else ""
 
 
 def _copy(parts: RankParts, stage: int, lot: Sequence[NamedParameter]) -> TiedCopy:

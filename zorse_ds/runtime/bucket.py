@@ -11,7 +11,7 @@ from zorse_ds.core.shards import ShardLayout, cut_into_shards
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.flat import FlatParameters
 from zorse_ds.runtime.host_memory import HostMemory
-from zorse_ds.runtime.process_groups import ProcessGroup, gather_shards
+from zorse_ds.runtime.process_groups import ProcessGroup, Reducing, gather_shards
 from zorse_ds.runtime.sharded import ShardedFlat
 
 _ROW = 1024
@@ -67,6 +67,19 @@ class Bucket:
             gather_shards(self._group, grad, self.layout)
         own = grad[self.window.as_slice()]
         self.master.grad = own if self._host is None else self._host.store(own)
+
+    def start_reduce(self) -> Reducing:
+        """Collective over the group: start to sum what `flat.grad` holds of one micro-batch."""
+        grad = self.flat.grad
+        assert grad is not None, "somebody took the gradients, or zeros"
+        return self._group.start_reduce(grad, self.layout, self.wire or grad.dtype)
+
+    def finish_reduce(self, reducing: Reducing) -> None:
+        """Add the own shard of a sum to the master's gradient."""
+        if self.master.grad is None:
+            self.master.grad = torch.zeros_like(self.master)
+        reducing.add_to(self.master.grad)
+        self.flat.drop_grads()
 
     def sum_of_squares(self) -> float:
         """Of the gradients this rank answers for: over all ranks each element counts once."""

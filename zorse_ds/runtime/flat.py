@@ -27,10 +27,11 @@ class FlatParameters:
     """Parameters of one dtype, laid one behind the other.
 
     While it is whole, every `parameter.data` is a view of `data`. While gradients are open, every
-    gradient goes into `grad` (in `master_dtype`), however many micro-batches contribute.
+    gradient goes into `grad` (in `master_dtype`), however many micro-batches contribute; unless
+    `accumulates` is false: then somebody takes each micro-batch's gradients (`runtime.rounds`).
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
+    def __init__(self, parameters: Sequence[NamedParameter], accumulates: bool = True) -> None:
         self.names = tuple(named.name for named in parameters)
         self.parameters = tuple(named.parameter for named in parameters)
         self.shapes = tuple(parameter.shape for parameter in self.parameters)
@@ -39,7 +40,7 @@ class FlatParameters:
         self.grad: Tensor | None = None
         self.grad_dtype = master_dtype(self.dtype)
         self._bind()
-        if self.grad_dtype != self.dtype:
+        if self.grad_dtype != self.dtype and accumulates:
             for i, parameter in enumerate(self.parameters):
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._accumulator(i))

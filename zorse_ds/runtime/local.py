@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from zorse_ds.core.shards import ShardLayout
-from zorse_ds.runtime.process_groups import Arrived, Gathering, ReduceOp
+from zorse_ds.runtime.process_groups import (
+    Arrived,
+    Contributions,
+    Gathering,
+    ReduceOp,
+    Reducing,
+)
 from zorse_ds.runtime.transport import Receive
 from zorse_ds.runtime.values import Message
 
@@ -54,6 +60,12 @@ class LocalProcessGroup:
         for part in parts[1:]:
             total += part
         return total
+
+    def start_reduce(self, flat: Tensor, layout: ShardLayout, wire: torch.dtype) -> Reducing:
+        """See `ProcessGroup.start_reduce`; threads meet at once."""
+        own = layout.of(self.rank).as_slice()
+        shown = self._board.show(self.rank, flat.to(wire, copy=True))
+        return Contributions(self, torch.cat([other[own] for other in shown]))
 
 
 class LocalExchange:

@@ -21,6 +21,7 @@ from zorse_ds.runtime.host_memory import HostMemory
 from zorse_ds.runtime.ledger import Purpose
 from zorse_ds.runtime.losses import LossSum
 from zorse_ds.runtime.process_groups import ProcessGroup
+from zorse_ds.runtime.rounds import Rounds
 from zorse_ds.runtime.sharded import ShardedFlat
 from zorse_ds.runtime.ties import TiedParameters
 
@@ -37,6 +38,8 @@ class StageParameters:
     """Trainable copies of parameters that another stage owns."""
     sharded: tuple[ShardedFlat, ...]
     """What is whole only while the stage runs: of buckets, copies and frozen parameters."""
+    rounds: Rounds | None = None
+    """Set where gradients are summed after every micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,9 @@ class ShardedOptimizer:
         self._squares.clear()
         for bucket in self.buckets:
             bucket.master.grad = None
+        for own in self.stages.values():
+            if own.rounds is not None:
+                own.rounds.begin()
 
     def prefetch(self, stage: int) -> None:
         """Start to bring a stage's own shards from host memory."""
@@ -165,18 +171,31 @@ class ShardedOptimizer:
             self.drop(stage)
 
     def open_grads(self, stage: int) -> None:
-        """Zero a stage's gradients before its first backward of a step."""
-        if stage not in self._open:
+        """Before each backward of a stage: zero its gradients, the first time of a step.
+
+        Collective over the group where gradients are summed after every micro-batch.
+        """
+        rounds = self.stages[stage].rounds
+        if rounds is not None:
+            rounds.open()
+        elif stage not in self._open:
             self._open.add(stage)
             own = self.stages[stage]
             for flat in (*(bucket.flat for bucket in own.buckets), *own.copies):
                 flat.open_grads()
 
-    def reduce(self, stage: int) -> None:
-        """Collective over the stage's group; see `Bucket.reduce`."""
-        self._zero_unless_open(stage)
-        for bucket in self.stages[stage].buckets:
-            bucket.reduce()
+    def reduce(self, stage: int, num_rounds: int = 1) -> None:
+        """Collective over the stage's group; see `Bucket.reduce`.
+
+        `num_rounds`: micro-batches of the rank that has most, where each is summed by itself.
+        """
+        rounds = self.stages[stage].rounds
+        if rounds is not None:
+            rounds.end(num_rounds)
+        else:
+            self._zero_unless_open(stage)
+            for bucket in self.stages[stage].buckets:
+                bucket.reduce()
         squares = (bucket.sum_of_squares() for bucket in self.stages[stage].buckets)
         self._squares[stage] = sum(squares)
 
@@ -274,7 +293,9 @@ class ShardedOptimizer:
 
 
 def cut_into_buckets(
-    parameters: Sequence[NamedParameter], group_of: Callable[[Parameter], int | None]
+    parameters: Sequence[NamedParameter],
+    group_of: Callable[[Parameter], int | None],
+    accumulates: bool = True,
 ) -> list[tuple[int, FlatParameters]]:
     """Trainable parameters by (param group, dtype), each lot as one flat vector."""
     lots: dict[tuple[int, torch.dtype], list[NamedParameter]] = {}
@@ -282,4 +303,4 @@ def cut_into_buckets(
         group = group_of(named.parameter)
         assert group is not None, "only parameters of a group are trained"
         lots.setdefault((group, named.parameter.dtype), []).append(named)
-    return [(group, FlatParameters(lot)) for (group, _), lot in lots.items()]
+    return [(group, FlatParameters(lot, accumulates)) for (group, _), lot in lots.items()]

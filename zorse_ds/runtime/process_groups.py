@@ -5,7 +5,7 @@ The order of every sum is fixed (ascending rank), so two runs give the same bits
 """
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,12 +48,22 @@ class ProcessGroup(Protocol):
         Contributions travel in `wire`, to which they are rounded before they are summed up.
         """
 
+    def start_reduce(self, flat: Tensor, layout: ShardLayout, wire: torch.dtype) -> "Reducing":
+        """Collective: start to sum all members' `flat` (numel), which must stay as it is."""
+
 
 class Gathering(Protocol):
     """Shards under way into a flat vector."""
 
     def wait(self) -> None:
         """Block until the vector is whole."""
+
+
+class Reducing(Protocol):
+    """Contributions to the own shard of a sum, under way."""
+
+    def add_to(self, shard: Tensor) -> None:
+        """Block until they are here, and add them to `shard` in rank order."""
 
 
 def gather_shards(group: ProcessGroup, flat: Tensor, layout: ShardLayout) -> None:
@@ -86,6 +96,21 @@ class _Works:
                 if work is not None:
                     work.wait()
         self._source = None
+
+
+class Contributions:
+    """A `Reducing` of the own shard of everybody, `received` one behind the other."""
+
+    def __init__(self, group: ProcessGroup, received: Tensor, work: Any = None) -> None:
+        self._group, self._received, self._work = group, received, work
+
+    def add_to(self, shard: Tensor) -> None:
+        """See `Reducing.add_to`."""
+        if self._work is not None:
+            with wires(self._group.rank, "reduce shards", self._group.ranks):
+                self._work.wait()
+        for contribution in self._received.view(len(self._group.ranks), len(shard)):
+            shard += contribution
 
 
 class TorchProcessGroup:
@@ -146,6 +171,24 @@ class TorchProcessGroup:
             return shard
         with wires(self.rank, "reduce shards", self.ranks):
             return self._exchange_and_sum(flat, layout, wire)
+
+    def start_reduce(self, flat: Tensor, layout: ShardLayout, wire: torch.dtype) -> Reducing:
+        """See `ProcessGroup.start_reduce`: an exchange all to all, summed when it is there."""
+        sent = flat.to(wire)
+        if len(self.ranks) == 1:
+            return Contributions(self, sent)
+        own = layout.of(self.rank).size
+        received = sent.new_empty(len(self.ranks) * own)
+        with wires(self.rank, "reduce shards", self.ranks):
+            work = dist.all_to_all_single(
+                received,
+                sent,
+                [own] * len(self.ranks),
+                list(layout.sizes),
+                group=self.handle,
+                async_op=True,
+            )
+        return Contributions(self, received, _Works(self, [work], sent))
 
     def _exchange_and_sum(self, flat: Tensor, layout: ShardLayout, wire: torch.dtype) -> Tensor:
         me = layout.ranks.index(self.rank)

@@ -277,7 +277,7 @@ class TrainingStep(ForwardStep):
 
     def reduce(self, at: CollectiveInstruction) -> None:
         """Collective; see `ShardedOptimizer.reduce`."""
-        self.worker.trained.reduce(at.index)
+        self.worker.trained.reduce(at.index, self.trace.layout.num_rounds(at.index))
 
     def decide(self, at: CollectiveInstruction) -> None:
         """Collective over the world: loss, norm, and whether and by which factor to update."""

@@ -12,10 +12,12 @@ from zorse_ds.cost.collectives import NOTHING, Collective, gather, reduce_scatte
 from zorse_ds.cost.compute import compute_times
 from zorse_ds.cost.dtypes import DTYPE_BYTES, MASTER_BYTES, dtype_of
 from zorse_ds.cost.network import network_of
-from zorse_ds.cost.optimizer import opening_s, reduction_s, step_s
+from zorse_ds.cost.optimizer import lot_sum_s, opening_s, reduction_s, step_s
+from zorse_ds.cost.rounds import Lot, lots_of
 from zorse_ds.cost.setting import Setting
 from zorse_ds.cost.state import StageParams, params_of, tied_trained
 from zorse_ds.errors import PlanError
+from zorse_ds.ranges import Range
 from zorse_ds.schedule.trace import Tie
 
 
@@ -73,7 +75,7 @@ class Durations:
                 )
             forward.append(seconds[0])
             backward.append(seconds[1])
-            if each.rank not in opened:
+            if each.rank not in opened and not self.lots(stage):
                 opened.add(each.rank)
                 kind = self.setting.cluster.gpus[each.rank].type
                 backward[-1] += opening_s(kind, self.params[stage].trained)
@@ -127,6 +129,33 @@ class Durations:
         if group.zero_level:
             return scattered
         return scattered.followed_by(self._gather(group, numel * MASTER_BYTES))
+
+    def lots(self, stage: int) -> tuple[Lot, ...]:
+        """What travels together where each micro-batch's gradients are summed, else nothing."""
+        often = self.groups[stage].reduce_after == "micro_batch"
+        return lots_of(self.setting.model) if often else ()
+
+    def sum_lot(self, stage: int, lot: Lot) -> Collective:
+        """Sum the gradients of a lot over its stage's group."""
+        group = self.groups[stage]
+        sent = _shards(group, lot.numel * DTYPE_BYTES[self.dtypes[stage]])
+        return reduce_scatter(self.network, group.ranks, sent)
+
+    def sum_lot_s(self, rank: int, stage: int, lot: Lot) -> float:
+        """What a rank's own memory adds to it."""
+        group, kind = self.groups[stage], self.setting.cluster.gpus[rank].type
+        share, width = _share(group, rank), len(group.gpus)
+        return lot_sum_s(kind, self.dtypes[stage], lot.numel, share, width)
+
+    def lot_ready_s(self, stage: int, micro_batch: int) -> list[float]:
+        """When a backward pass has made the gradients of each lot, from its start."""
+        own = self.layout.micro_batches[stage][micro_batch]
+        name = self.setting.cluster.gpus[own.rank].type.name
+        sums = compute_times(self.setting).sums(name, self.dtypes[stage], own.samples.size)
+        interval, last = self.plan.recompute_interval(stage), self.plan.num_layers
+        return [
+            sums.backward_s(Range(lot.layers.start, last), interval) for lot in self.lots(stage)
+        ]
 
     def reduce_s(self, rank: int, stage: int) -> float:
         """What a rank's own memory adds to the reduction: sums, norm, a copy to the host."""

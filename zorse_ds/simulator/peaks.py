@@ -53,9 +53,7 @@ class _Walk:
         self._kept_on_host = self._most_on_host = 0.0
         sizes = set(gpu.micro_batches)
         self._extra = {
-            (stage, size): own.activations.extra_bytes(size)
-            for stage, own in rank.hosted.items()
-            for size in sizes
+            (stage, size): rank.pass_bytes(stage, size) for stage in rank.hosted for size in sizes
         }
         self._top = -1.0
         self.peak = rank.at_rest
@@ -82,10 +80,13 @@ class _Walk:
 
     def _backward(self, at: BackwardPass) -> None:
         size = self._size(at)
-        if at.stage not in self._open:
+        is_first = at.stage not in self._open
+        if is_first:
             self._open.add(at.stage)
             self._gradients += self._rank.opened(at.stage)
         self._look(workspace=self._extra[at.stage, size])
+        if is_first:
+            self._gradients += self._rank.summed(at.stage)
         self._keep(at.stage, size, -1)
 
     def _other(self, at: Instruction) -> None:
@@ -98,7 +99,7 @@ class _Walk:
                 self._gathered.discard(stage)
                 self._parameters -= self._rank.hosted[stage].state.gathered
             case ReduceGrads(_, stage):
-                opened = self._rank.opened(stage)
+                opened = self._rank.opened(stage) + self._rank.summed(stage)
                 self._gradients += 0.0 if stage in self._open else opened
                 self._look(pieces=self._rank.reduction_bytes(stage))
                 self._gradients += self._rank.reduced(stage) - opened

@@ -8,6 +8,7 @@ reduction, the agreement on the norm and the optimizer's step hold the rank unti
 
 import heapq
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from zorse_ds.core.layout import Transfer
@@ -15,6 +16,7 @@ from zorse_ds.schedule import instructions as kinds
 from zorse_ds.schedule.instructions import BackwardPass, ForwardPass, Instruction
 from zorse_ds.simulator.durations import Durations
 from zorse_ds.simulator.meetings import Meetings
+from zorse_ds.simulator.rounds import SimulatedRounds
 from zorse_ds.simulator.script import Part, Script
 from zorse_ds.simulator.timeline import Span
 from zorse_ds.simulator.wires import Wires
@@ -72,6 +74,13 @@ class Run:
         """The pass that a rank is held up at."""
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(world)]
         self.meetings = Meetings(script, durations, self.wires, self._wake, record)
+        self.timers: list[Callable[[float], None]] = []
+        """What happens at a time, whatever ranks do: events of numbers behind the ranks'."""
+        self.rounds = {
+            stage: SimulatedRounds(stage, durations, self.wires, self._at, self._know)
+            for stage in range(script.layout.num_stages)
+            if durations.lots(stage)
+        }
 
     @property
     def background(self) -> list[Span]:
@@ -81,11 +90,14 @@ class Run:
     def run(self) -> None:
         """Advance until every part has ended."""
         self._expect()
-        handlers = self._handlers()
+        handlers = self._handlers
         position = [0] * len(self.script.parts)
         events, parts, now_s = self.events, self.script.parts, self.now_s
         while events:
             now, rank = heapq.heappop(events)
+            if rank >= len(parts):
+                self.timers[rank - len(parts)](now)
+                continue
             now_s[rank] = now
             part = parts[rank]
             at, program = position[rank], part.program
@@ -111,6 +123,7 @@ class Run:
                 else:
                     backward[transfer.boundary][transfer.source] += 1
 
+    @cached_property
     def _handlers(self) -> dict[type[Instruction], Handler]:
         return {
             ForwardPass: self._forward,
@@ -120,7 +133,7 @@ class Run:
             kinds.CountTargets: self.meetings.agree,
             kinds.ReduceGradNorm: self.meetings.agree,
             kinds.ReduceTiedGrads: self.meetings.tied,
-            kinds.ReduceGrads: self.meetings.reduce,
+            kinds.ReduceGrads: self._reduce,
             kinds.OptimizerStep: self.meetings.step,
             kinds.BroadcastTiedParams: self.meetings.tied,
         }
@@ -146,6 +159,13 @@ class Run:
                 self.waiting[rank] = at
                 return True
             start = max(start, whole)
+        if stage in self.rounds and passes is self.backward:
+            ready = self.rounds[stage].ready_s(rank)
+            if ready is None:
+                self.waiting[rank] = at
+                return True
+            start = max(start, ready)
+            self.rounds[stage].begin(rank, start, micro_batch)
         seconds = passes.seconds[stage][micro_batch]
         self.busy_s[rank] += seconds
         heapq.heappush(self.events, (start + seconds, rank))
@@ -159,7 +179,27 @@ class Run:
         at = self.waiting[rank]
         if at is not None:
             self.waiting[rank] = None
-            self._pass(at, self.forward if type(at) is ForwardPass else self.backward, now)
+            self._handlers[type(at)](at, now)
+
+    def _reduce(self, at: Any, now: float) -> bool:
+        """A stage's gradients summed: all at once, or the rest of them."""
+        if at.index not in self.rounds:
+            return self.meetings.reduce(at, now)
+        stop = self.rounds[at.index].end(at.rank, now)
+        if stop is None:
+            self.waiting[at.rank] = at
+        else:
+            self._wake(at.rank, "ReduceGrads", at.index, max(now, stop))
+        return True
+
+    def _at(self, when: float, what: Callable[[float], None]) -> None:
+        self.timers.append(what)
+        heapq.heappush(self.events, (when, len(self.script.parts) + len(self.timers) - 1))
+
+    def _know(self, ranks: Sequence[int], now: float) -> None:
+        """A round is through: who waits for it knows when."""
+        for rank in ranks:
+            self._retry(rank, now)
 
     def _wake(self, rank: int, name: str, stage: int, stop: float) -> None:
         heapq.heappush(self.events, (stop, rank))

@@ -11,7 +11,7 @@ from torch import Tensor
 from zorse_ds.core.shards import ShardLayout
 from zorse_ds.cost.collectives import Collective, gather, reduce_scatter
 from zorse_ds.cost.network import Network
-from zorse_ds.cost.optimizer import opening_s, reduction_s
+from zorse_ds.cost.optimizer import lot_sum_s, opening_s, reduction_s
 from zorse_ds.integrations.deepspeed.engine import ZorseEngine
 from zorse_ds.rehearsal.gpu import Key, VirtualGpu
 from zorse_ds.rehearsal.links import agreement
@@ -19,7 +19,13 @@ from zorse_ds.rehearsal.slowdowns import VirtualStopwatch
 from zorse_ds.runtime import process_groups
 from zorse_ds.runtime.dist_transport import RECEIVES_AHEAD
 from zorse_ds.runtime.optimizer import ShardedOptimizer
-from zorse_ds.runtime.process_groups import BUCKET_NUMEL, Gathering, ProcessGroup, ReduceOp
+from zorse_ds.runtime.process_groups import (
+    BUCKET_NUMEL,
+    Gathering,
+    ProcessGroup,
+    ReduceOp,
+    Reducing,
+)
 from zorse_ds.runtime.transport import Receive, Transport
 from zorse_ds.runtime.values import Message
 
@@ -49,7 +55,7 @@ def _watch_opening(sharded: ShardedOptimizer, gpu: VirtualGpu) -> None:
     real = sharded.open_grads
 
     def open_grads(stage: int) -> None:
-        is_first = stage not in sharded._open
+        is_first = stage not in sharded._open and sharded.stages[stage].rounds is None
         real(stage)
         if is_first:
             own = sharded.stages[stage]
@@ -72,14 +78,17 @@ class _GroupTimes:
 
     def __init__(self, group: ProcessGroup, gpu: VirtualGpu) -> None:
         self._ranks, self._rank, self._gpu = group.ranks, group.rank, gpu
-        self._all_reduce, self._start, self._reduce = (
+        self._all_reduce, self._start, self._reduce, self._start_sum = (
             group.all_reduce,
             group.start_gather,
             group.reduce_shards,
+            group.start_reduce,
         )
+        self._sums = _Sums(gpu)
         self.all_reduce: Callable[..., None] = self._agree
         self.start_gather: Callable[..., Gathering] = self._gather
         self.reduce_shards: Callable[..., Tensor] = self._sum
+        self.start_reduce: Callable[..., Reducing] = self._start_reduce
 
     def _agree(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
         """The runtime reduces nothing but a few numbers by this."""
@@ -106,6 +115,15 @@ class _GroupTimes:
         self._gpu.work("ReduceGrads", seconds)
         return shard
 
+    def _start_reduce(self, flat: Tensor, layout: ShardLayout, wire: torch.dtype) -> Reducing:
+        key = self._gpu.arrive(self._ranks, self._priced(reduce_scatter, wire, layout))
+        own = layout.of(self._rank).size / max(1, layout.numel)
+        numel = layout.numel * self._gpu.miniature.ratio
+        kind, dtype = self._gpu.gpu.type, self._gpu.dtype
+        seconds = lot_sum_s(kind, dtype, numel, own, len(self._ranks))
+        real = self._start_sum(flat, layout, wire)
+        return _VirtualReducing(real, self._gpu, key, seconds, self._sums)
+
     def _priced(
         self,
         kind: Callable[[Network, Sequence[int], Sequence[float]], Collective],
@@ -125,6 +143,35 @@ class _VirtualGathering:
         passage = self._gpu.passage(self._key)
         self._real.wait()
         self._gpu.clock.wait_until(passage.stop_s)
+
+
+class _Sums:
+    """When a rank has summed up what came beside its passes: one thing after the other."""
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self._gpu = gpu
+        self._origin = self._until_s = 0.0
+
+    def summed_s(self, arrived_s: float, seconds: float) -> float:
+        """When something is summed up that took `seconds` from its arrival on."""
+        if self._origin != self._gpu.clock.origin:
+            self._origin, self._until_s = self._gpu.clock.origin, 0.0
+        self._until_s = max(self._until_s, arrived_s) + seconds
+        return self._until_s
+
+
+class _VirtualReducing:
+    def __init__(
+        self, real: Reducing, gpu: VirtualGpu, key: Key, seconds: float, sums: _Sums
+    ) -> None:
+        self._real, self._gpu, self._key = real, gpu, key
+        self._seconds, self._sums = seconds, sums
+
+    def add_to(self, shard: Tensor) -> None:
+        """See `Reducing.add_to`."""
+        passage = self._gpu.passage(self._key)
+        self._real.add_to(shard)
+        self._gpu.clock.wait_until(self._sums.summed_s(passage.stop_s, self._seconds))
 
 
 class VirtualTransport:

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.pipe import LayerSpec
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from zorse_ds.core.plan import Plan
+from zorse_ds.core.shards import LEAST_LOT
 from zorse_ds.cost.dtypes import DTYPE_BYTES, dtype_of
 from zorse_ds.cost.setting import Setting
 from zorse_ds.errors import RehearsalError
@@ -21,6 +23,7 @@ from zorse_ds.rehearsal.figures import StepFigures
 from zorse_ds.rehearsal.gpu import VirtualGpu
 from zorse_ds.rehearsal.miniature import Miniature
 from zorse_ds.rehearsal.slowdowns import Slowdown, factor_at
+from zorse_ds.runtime import assembly
 
 SEED = 1234
 
@@ -70,7 +73,8 @@ def rehearse_rank(run: PlanRun, rank: int, tell: Callable[[Any], None]) -> RankR
     init_distributed()
     dtype = dtype_of(run.plan.group_of_rank(rank), run.setting)
     gpu = VirtualGpu(run.setting, rank, dtype, run.pace)
-    with gpu.building():
+    lot = max(1, round(LEAST_LOT / gpu.miniature.ratio))
+    with gpu.building(), mock.patch.object(assembly, "LEAST_LOT", lot):
         engine = make_engine(run, gpu.miniature)
         attach(engine, gpu)
     steps: list[StepFigures] = []
