@@ -13,8 +13,10 @@ from tests.ranks.harness import run_ranks
 from tests.unit.simulated import cluster, linear, plan_of
 from zorse_ds.core.model import ModelShape
 from zorse_ds.core.plan import Plan
+from zorse_ds.cost import rounds
 from zorse_ds.cost.memory import memory_of
 from zorse_ds.cost.setting import Setting
+from zorse_ds.runtime import assembly
 from zorse_ds.schedule.compile import compile_trace
 from zorse_ds.simulator.peaks import peaks_of
 
@@ -37,6 +39,7 @@ PLANS = {
     ),
     "zero 1": plan_of(PAIR, [("a", 6)], zero_level=1),
     "zero 2": plan_of(PAIR, [("a", 6)], zero_level=2),
+    "zero 2, summed often": plan_of(PAIR, [("a", 6)], zero_level=2, reduce_after="micro_batch"),
     "zero 3": plan_of(PAIR, [("a", 2), ("a", 2), ("a", 2)], "ministage", zero_level=3),
     "offload": plan_of(
         PAIR, [("a", 2), ("a", 2), ("a", 2)], "ministage", zero_level=3, offload="params"
@@ -83,7 +86,10 @@ def setting() -> Setting:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_peaks_are_the_engines(name: str) -> None:
+def test_peaks_are_the_engines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Layers this small would all travel together.
+    monkeypatch.setattr(rounds, "LEAST_LOT", 1)
+    monkeypatch.setattr(assembly, "LEAST_LOT", 1)
     plan = PLANS[name]
     given = setting()
     exact = peaks_of(compile_trace(plan), given)

@@ -65,10 +65,27 @@ def plan_of(schedule: str, level: int, cuts: list[tuple[str, int]], **fast: Any)
     )
 
 
+OFTEN = {
+    "name": "all",
+    "zero_level": 2,
+    "reduce_after": "micro_batch",
+    "gpus": [
+        {"rank": 0, "micro_batches": [3, 2, 2], "shard_weight": 2.0},
+        {"rank": 1, "micro_batches": [1, 1]},
+        {"rank": 2, "micro_batches": [1, 1, 1]},
+    ],
+}
 PLANS = {
     "1f1b": plan_of("1f1b", 2, [("fast", 4), ("slow", 2)]),
     "gpipe": plan_of("gpipe", 1, [("fast", 4), ("slow", 2)], recompute="full"),
     "ministage": plan_of("ministage", 3, [("fast", 2), ("slow", 1), ("fast", 2), ("slow", 1)]),
+    "one stage, summed often": Plan.from_dict(
+        {
+            "global_batch_size": 12,
+            "groups": [OFTEN],
+            "stages": [{"group": "all", "layers": [0, 6]}],
+        }
+    ),
 }
 
 

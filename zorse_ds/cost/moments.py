@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zorse_ds.core.plan import GpuGroup, GpuShare, Plan
 from zorse_ds.cost.activations import StageActivations, activation_table
@@ -106,15 +107,25 @@ class RankBook:
         )
         """Between the passes, with nothing in flight and nothing gathered."""
 
-    def pass_bytes(self, stage: int, size: int) -> float:
-        """What a pass of `size` samples holds at most beside what they keep."""
-        activations = self.hosted[stage].activations
-        extra = activations.extra_bytes(size)
+    def forward_bytes(self, stage: int, size: int) -> float:
+        """What a forward pass of `size` samples holds at most beside what they keep."""
+        return self.hosted[stage].activations.extra_bytes(size)
+
+    def backward_bytes(self, stage: int, size: int) -> float:
+        """What a backward pass holds so: more where gradients are summed beside it."""
         if not self.sums_often:
-            return extra
+            return self.forward_bytes(stage, size)
+        return self.hosted[stage].activations.extra_bytes(size, self._under_way.beside)
+
+    @cached_property
+    def after_pass_bytes(self) -> float:
+        """Gradients that are still under way while the next forward pass runs."""
+        return self._under_way.after_pass if self.sums_often else 0.0
+
+    @cached_property
+    def _under_way(self) -> UnderWay:
         model, wire = self.book.setting.model, DTYPE_BYTES[self.book.dtype]
-        way = UnderWay(lots_of(model), wire, self.width * self.share if self.width > 1 else 0.0)
-        return max(extra + way.after_pass, activations.extra_bytes(size, way.beside))
+        return UnderWay(lots_of(model), wire, self.width * self.share if self.width > 1 else 0.0)
 
     def opened(self, stage: int) -> float:
         """What a stage's gradients add from its first backward to its reduction."""
@@ -200,11 +211,14 @@ class _Sweep:
             sizes = set(later)
             at = replace(at, activations=kept * max(later, default=0))
         at = replace(at, gradients=at.gradients + self.rank.summed(visit.stage))
+        if self.rank.sums_often:
+            plain = max((self.rank.forward_bytes(visit.stage, each) for each in sizes), default=0.0)
+            yield replace(at, workspace=plain + self.rank.after_pass_bytes)
         yield replace(at, workspace=self._most(visit, sizes))
 
     def _most(self, visit: Visit, sizes: set[int]) -> float:
         """A small micro-batch may add more: it finds fewer bytes freed by later layers."""
-        return max((self.rank.pass_bytes(visit.stage, size) for size in sizes), default=0.0)
+        return max((self.rank.backward_bytes(visit.stage, size) for size in sizes), default=0.0)
 
     def reducing(self, at: Moment, stage: int) -> Moment:
         """The reduction of a stage: its gradients whole and, in part, as a shard."""

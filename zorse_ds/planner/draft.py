@@ -35,6 +35,8 @@ class GroupDraft:
     offload: Offload = "none"
     shard_weights: tuple[float, ...] | None = None
     """One a rank, ascending ranks; None: equal."""
+    sums_often: bool = False
+    """Gradients are summed after every micro-batch, where the plan allows it."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -197,9 +199,15 @@ def _group(draft: Draft, index: int, name: str, setting: Setting, batch: int) ->
         ),
         zero_level=group.zero_level,
         recompute=_usual(group, draft, index),
+        reduce_after="micro_batch" if _sums_often(draft, group) else "step",
         offload=group.offload,
         dtype=group.dtype,
     )
+
+
+def _sums_often(draft: Draft, group: GroupDraft) -> bool:
+    plain = group.zero_level == 2 and group.offload == "none"
+    return group.sums_often and plain and len(draft.cuts) == 1
 
 
 @lru_cache(maxsize=65536)

@@ -151,7 +151,7 @@ class Judge:
         looks = looks_of(self.setting.cluster)
         groups = signature_of([group.units for group in draft.groups], looks)
         settings = tuple(
-            (g.size, g.dtype, g.zero_level, g.recompute, g.offload, g.shard_weights)
+            (g.size, g.dtype, g.zero_level, g.recompute, g.offload, g.shard_weights, g.sums_often)
             for g in draft.groups
         )
         return draft.schedule, draft.ahead, draft.layers, groups, settings, case.keeps_settings

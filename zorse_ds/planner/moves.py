@@ -115,8 +115,9 @@ def _resized(draft: Draft) -> Iterator[Draft]:
 
 
 def _next_size(size: int, step: int) -> int | None:
-    place = SIZES.index(size) + step
-    return SIZES[place] if 0 <= place < len(SIZES) else None
+    if step > 0:
+        return min((each for each in SIZES if each > size), default=None)
+    return max((each for each in SIZES if each < size), default=None)
 
 
 def _revisited(draft: Draft, setting: Setting) -> Iterator[Draft]:

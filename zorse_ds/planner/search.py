@@ -11,6 +11,7 @@ from zorse_ds.errors import PlannerError
 from zorse_ds.planner.climb import climb
 from zorse_ds.planner.effort import USUAL, Effort, Progress, silent
 from zorse_ds.planner.judge import Case, Judge, Judged
+from zorse_ds.planner.lone import ORIGIN, lone_drafts
 from zorse_ds.planner.missing import what_is_missing
 from zorse_ds.planner.screen import screened
 
@@ -40,7 +41,8 @@ def search(
     Raises `PlannerError` when no plan fits, with what is missing.
     """
     screen = screened(setting, batch, effort, progress)
-    if not screen.ready:
+    lone = lone_drafts(setting, batch)
+    if not screen.ready and not lone:
         raise PlannerError(what_is_missing(screen.nearest, setting, batch))
     judge = Judge(setting, batch, effort.events, effort.events_at_once, effort.workers)
     cases = [Case(each.draft, each.origin) for each in screen.ready]
@@ -50,8 +52,10 @@ def search(
         judge.judge(cases[start : start + step])
     for start_from in judge.ranked()[: effort.improved]:
         climb(start_from, judge, progress)
+    judge.judge([Case(draft, ORIGIN, keeps_settings=True) for draft in lone])
     progress("simulating whole steps", 0, effort.confirmed)
     ranked = judge.confirmed(effort.confirmed)
     if not ranked:
         raise PlannerError(what_is_missing(screen.nearest, setting, batch))
-    return Found(ranked, screen.num_costed, len(judge.ranked()), judge.spent)
+    num_costed = screen.num_costed + len(lone)
+    return Found(ranked, num_costed, len(judge.ranked()), judge.spent)

@@ -49,12 +49,14 @@ class _Walk:
         self._gathered: set[int] = set()
         self._parameters = rank.at_rest.parameters
         self._gradients = rank.at_rest.gradients
+        self._under_way = 0.0
+        """Gradients of the pass before that have not arrived."""
         self._kept = 0.0
         self._kept_on_host = self._most_on_host = 0.0
         sizes = set(gpu.micro_batches)
-        self._extra = {
-            (stage, size): rank.pass_bytes(stage, size) for stage in rank.hosted for size in sizes
-        }
+        both = [(stage, size) for stage in rank.hosted for size in sizes]
+        self._forward_extra = {each: rank.forward_bytes(*each) for each in both}
+        self._backward_extra = {each: rank.backward_bytes(*each) for each in both}
         self._top = -1.0
         self.peak = rank.at_rest
 
@@ -76,7 +78,7 @@ class _Walk:
     def _forward(self, at: ForwardPass) -> None:
         size = self._size(at)
         self._keep(at.stage, size, 1)
-        self._look(workspace=self._extra[at.stage, size])
+        self._look(workspace=self._forward_extra[at.stage, size])
 
     def _backward(self, at: BackwardPass) -> None:
         size = self._size(at)
@@ -84,7 +86,9 @@ class _Walk:
         if is_first:
             self._open.add(at.stage)
             self._gradients += self._rank.opened(at.stage)
-        self._look(workspace=self._extra[at.stage, size])
+        self._under_way = 0.0
+        self._look(workspace=self._backward_extra[at.stage, size])
+        self._under_way = self._rank.after_pass_bytes
         if is_first:
             self._gradients += self._rank.summed(at.stage)
         self._keep(at.stage, size, -1)
@@ -100,6 +104,7 @@ class _Walk:
                 self._parameters -= self._rank.hosted[stage].state.gathered
             case ReduceGrads(_, stage):
                 opened = self._rank.opened(stage) + self._rank.summed(stage)
+                self._under_way = 0.0
                 self._gradients += 0.0 if stage in self._open else opened
                 self._look(pieces=self._rank.reduction_bytes(stage))
                 self._gradients += self._rank.reduced(stage) - opened
@@ -118,14 +123,15 @@ class _Walk:
         self._most_on_host = max(self._most_on_host, self._kept_on_host)
 
     def _look(self, workspace: float = 0.0, pieces: float = 0.0) -> None:
-        total = self._parameters + self._gradients + self._kept + workspace + pieces
+        gradients = self._gradients + self._under_way
+        total = self._parameters + gradients + self._kept + workspace + pieces
         if total > self._top:
             self._top = total
             rest = self._rank.at_rest
             self.peak = replace(
                 rest,
                 parameters=self._parameters,
-                gradients=self._gradients,
+                gradients=gradients,
                 activations=self._kept,
                 buffers=rest.buffers + pieces,
                 workspace=workspace,
