@@ -53,7 +53,7 @@ class LayerSums:
 
     def backward_s(self, layers: Range, recomputed: Recomputed = KEPT) -> float:
         """One micro-batch backward through `layers`, of which some run forward once more."""
-        again = recomputed.layers
+        again = recomputed.layers.intersect(layers)
         seconds = self.backward[layers.stop] - self.backward[layers.start]
         return seconds + self.again[again.stop] - self.again[again.start]
 

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
 
 from zorse_ds.core.layout import lay_out
 from zorse_ds.core.plan import Plan
@@ -74,5 +73,4 @@ def _run(plan: Plan, paces: Paces) -> Outlook:
 
 def _kept_layers(plan: Plan, stage: int) -> int:
     """Activations of a sample that wait for the backward of a stage."""
-    size, interval = plan.stages[stage].layers.size, plan.recompute_interval(stage)
-    return ceil(size / interval) if interval else size
+    return len(plan.recomputed(stage).runs(plan.stages[stage].layers))

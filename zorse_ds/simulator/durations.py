@@ -152,9 +152,9 @@ class Durations:
         own = self.layout.micro_batches[stage][micro_batch]
         name = self.setting.cluster.gpus[own.rank].type.name
         sums = compute_times(self.setting).sums(name, self.dtypes[stage], own.samples.size)
-        interval, last = self.plan.recompute_interval(stage), self.plan.num_layers
+        recomputed, last = self.plan.recomputed(stage), self.plan.num_layers
         return [
-            sums.backward_s(Range(lot.layers.start, last), interval) for lot in self.lots(stage)
+            sums.backward_s(Range(lot.layers.start, last), recomputed) for lot in self.lots(stage)
         ]
 
     def reduce_s(self, rank: int, stage: int) -> float:
