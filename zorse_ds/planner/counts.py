@@ -48,7 +48,8 @@ class Counts:
         self.most = setting.model.num_layers
         """Of layers; `place` may leave fewer, which is the caller's to know."""
         self._seconds: dict[tuple[str, Dtype, int], tuple[Array, Array]] = {}
-        self._bytes: dict[tuple[Dtype, bool, bool], tuple[Array, Array]] = {}
+        self._again: dict[float, Array] = {}
+        self._bytes: dict[tuple[Dtype, float, bool], tuple[Array, Array]] = {}
         self._extra: dict[tuple[Dtype, bool, bool, int], float] = {}
 
     def layers(self, number: int) -> Range:
@@ -84,30 +85,36 @@ class Counts:
 
     def again(self, share: float) -> Array:
         """The share of blocks that is recomputed if a share of a stage is: whole blocks."""
+        if share not in self._again:
+            blocks = np.maximum(self._blocks, 1.0)
+            self._again[share] = np.ceil(share * blocks - ROUNDING) / blocks
+        return self._again[share]
+
+    @cached_property
+    def _blocks(self) -> Array:
         counts = [self.setting.recomputes(layer) for layer in range(self.most)]
-        blocks = np.maximum(self._over_counts(np.cumsum([0.0, *counts])), 1.0)
-        found: Array = np.ceil(share * blocks - ROUNDING) / blocks
-        return found
+        return self._over_counts(np.cumsum([0.0, *counts]))
 
     def kept(self, dtype: Dtype, share: float, offloaded: bool) -> tuple[Array, Array]:
         """Bytes that a sample in flight keeps: on the device and in host memory."""
-        part = self.again(share)
-        some, none = (self._kept(dtype, every, offloaded) for every in (True, False))
-        device, host = (part * a + (1 - part) * b for a, b in zip(some, none, strict=True))
-        return device, host
-
-    def _kept(self, dtype: Dtype, again: bool, offloaded: bool) -> tuple[Array, Array]:
-        key = (dtype, again, offloaded)
+        key = (dtype, share, offloaded)
         if key not in self._bytes:
-            table = activation_table(self.setting)
-            each = [
-                table.of(one, dtype, first_of(one) if again else KEPT, offloaded)
-                for one in (Range(layer, layer + 1) for layer in range(self.most))
-            ]
-            device = np.cumsum([0.0, *(one.kept_per_sample for one in each)])
-            host = np.cumsum([0.0, *(one.host_per_sample for one in each)])
-            self._bytes[key] = self._over_counts(device), self._over_counts(host)
+            part = self.again(share)
+            some, none = (self._all_kept(dtype, every, offloaded) for every in (True, False))
+            device, host = (part * a + (1 - part) * b for a, b in zip(some, none, strict=True))
+            self._bytes[key] = device, host
         return self._bytes[key]
+
+    def _all_kept(self, dtype: Dtype, again: bool, offloaded: bool) -> tuple[Array, Array]:
+        """The same where all blocks are recomputed, or none is."""
+        table = activation_table(self.setting)
+        each = [
+            table.of(one, dtype, first_of(one) if again else KEPT, offloaded)
+            for one in (Range(layer, layer + 1) for layer in range(self.most))
+        ]
+        device = np.cumsum([0.0, *(one.kept_per_sample for one in each)])
+        host = np.cumsum([0.0, *(one.host_per_sample for one in each)])
+        return self._over_counts(device), self._over_counts(host)
 
     def extra(self, dtype: Dtype, share: float, offloaded: bool, size: int) -> float:
         """Bytes that a pass adds at its widest layer."""
