@@ -45,9 +45,10 @@ def zorse_run(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     return json.loads(last), ended.stdout + ended.stderr
 
 
-def losses_in(folder: Path) -> dict[int, float]:
+def losses_in(folder: Path, but_for: int | None = None) -> dict[int, float]:
     lines = [line.split() for line in (folder / "losses").read_text().splitlines()]
-    assert sorted({int(line[0]) for line in lines}) == list(range(1, STEPS + 1))
+    steps = {int(line[0]) for line in lines}
+    assert sorted(steps | {but_for or 1}) == list(range(1, STEPS + 1))
     return {int(line[0]): float.fromhex(line[1]) for line in lines}
 
 

@@ -187,6 +187,7 @@ class ZorseEngine(SavingEngine, PipelineEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         number = self.global_steps + 1
+        self._notice.listen(self.parts.progress)
         with self.parts.failures.step(number):
             most = self.plan.global_batch_size
             self._batch = self._next_global_batch(self.data_iterator, f"step {number}", most)

@@ -7,11 +7,9 @@ import time
 from types import FrameType
 from typing import Any
 
+from zorse_ds.core.handover import EXIT_SAVED, ProgressNotes
 from zorse_ds.integrations.deepspeed.checkpoint import Checkpoints
 from zorse_ds.runtime.worker import StepReport, Worker
-
-EXIT_SAVED = 75
-"""Exit code of every rank after a save that SIGTERM asked for: start again, nothing is lost."""
 
 
 class Notice:
@@ -28,12 +26,18 @@ class Notice:
         if self._is_set:
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
 
+    def listen(self, notes: ProgressNotes) -> None:
+        """Before a step: what `zorse run` asks of the first rank is as if SIGTERM had come."""
+        if notes.hears_notice():
+            self._on_signal(signal.SIGTERM, None)
+
     def obey(self, engine: Any, report: StepReport | None) -> None:
         """Collective: after a step. Raises `SystemExit` when a rank was told to end during it."""
         if report is None or not report.noticed or self._checkpoints.place is None:
             return
         start = time.perf_counter()
         folder = self._checkpoints.save_at_notice()
+        engine.parts.progress.note_saved()
         engine.destroy()
         if engine.global_rank == 0:
             sys.stderr.write(
