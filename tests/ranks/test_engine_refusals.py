@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -82,12 +83,13 @@ def nan_from_the_start(rank: int) -> None:
     start(layers=broken).train_batch(iter(CASE.batches))
 
 
-def other_version(rank: int) -> None:
-    torch.__version__ = "2.0.0" if rank == 1 else torch.__version__
+def other_version(rank: int, module: Any) -> None:
+    true = module.__version__
+    module.__version__ = "0.0.1" if rank == 1 else true
     try:
         start()
     finally:
-        torch.__version__ = str(torch.version.__version__)
+        module.__version__ = true
 
 
 def clipped(norm: float) -> dict[str, Any]:
@@ -128,10 +130,13 @@ REFUSALS: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         nan_from_the_start,
         ("DataError", "the loss of the first step is nan over 7 targets", "look at the weights"),
     ),
-    "another version on rank 1": (
-        other_version,
-        ("WorldError", "disagree about the torch version", "2.0.0 on ranks [1]"),
-    ),
+    **{
+        f"another version of {module.__name__} on rank 1": (
+            partial(other_version, module=module),
+            (f"disagree about the {module.__name__} version", "0.0.1 on ranks [1]"),
+        )
+        for module in (zorse_ds, torch, deepspeed)
+    },
     "a plan for four ranks": (
         lambda rank: start(plan=FOUR_RANKS),
         ("PlanError", "the plan names 4 ranks, but 3 were started; expected 4 processes, as `deep"),

@@ -8,6 +8,8 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import deepspeed
@@ -56,8 +58,10 @@ def agree_on_model(plan: Plan, layer_names: Sequence[str], fingerprint: str) -> 
     """Collective: raise `WorldError` if a rank has another plan, model, weights or version."""
     _agree(
         {
+            "zorse_ds version": import_module("zorse_ds").__version__,
             "torch version": torch.__version__,
             "deepspeed version": deepspeed.__version__,
+            "transformers version": version("transformers"),
             "plan": json.dumps(plan.to_dict(), sort_keys=True),
             "pipeline layers": " ".join(layer_names),
             "model's files": fingerprint,

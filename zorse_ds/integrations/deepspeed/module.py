@@ -22,6 +22,7 @@ from zorse_ds.integrations.deepspeed.agreement import agree_on_model, together
 from zorse_ds.integrations.deepspeed.config import settled_plan
 from zorse_ds.integrations.deepspeed.data import CollateFn
 from zorse_ds.integrations.deepspeed.layers import Layer, LayerListStages
+from zorse_ds.integrations.deepspeed.roll_call import call_roll
 from zorse_ds.integrations.deepspeed.topology import ZorseGrid, ZorseTopology
 from zorse_ds.ranges import Range
 from zorse_ds.runtime.losses import LossFn
@@ -191,7 +192,8 @@ def check_plan(plan: Plan, num_layers: int, world_size: int) -> None:
 def init_distributed() -> None:
     """Start `torch.distributed` if nobody has, from the launcher's environment, or alone.
 
-    Raises `ConfigError` where a part of that environment is missing.
+    Raises `ConfigError` where a part of that environment is missing, `WorldError` on all processes
+    where a rank was started twice or not at all.
 
     On CPU, DeepSpeed would first compile an operator that this engine does not use and that leaves
     66 MiB of shared memory behind on every rank; it is switched off.
@@ -203,6 +205,7 @@ def init_distributed() -> None:
     if not any(name in os.environ for name in _LAUNCHED):
         os.environ.update(_ALONE)
     os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
+    store = None if dist.is_initialized() else call_roll()
     try:
         deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     except ModuleNotFoundError as problem:  # DeepSpeed asks MPI for what is missing
@@ -211,6 +214,7 @@ def init_distributed() -> None:
             f"the environment lacks {', '.join(missing)}, and there is no {problem.name} to ask "
             "MPI for them; expected a process that deepspeed or torchrun starts, or none of these"
         ) from problem
+    del store
 
 
 def device_of_rank() -> torch.device:
