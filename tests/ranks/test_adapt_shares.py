@@ -87,6 +87,9 @@ def test_shares_move_and_the_losses_stay_those_of_one_process(tmp_path: Path) ->
     assert curves["moved_samples"] == [
         abs(after[0] - before[0]) for before, after in zip(ran, counts, strict=True)
     ]
+    # The first rank does nothing but wait for the gradients of the others.
+    assert max(curve(tmp_path, "busy_share_rank_0")[1:]) < 0.3
+    assert curve(tmp_path, "busy_share_rank_2")[SLOW_FROM] > 0.6
     resumed = run_ranks(3, resume, str(tmp_path / "ckpt"), timeout_s=60)
     assert resumed == [STEPS + 1] * 3
 

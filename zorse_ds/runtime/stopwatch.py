@@ -30,6 +30,11 @@ class Measured:
     room_bytes: float | None = None
     """What was left at that peak; None where nobody knows."""
 
+    @property
+    def busy_s(self) -> float:
+        """In passes of all stages."""
+        return sum(self.passes_s.values())
+
 
 class Stopwatch(Protocol):
     """Measures the passes of one rank."""

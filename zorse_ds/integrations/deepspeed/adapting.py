@@ -1,10 +1,8 @@
 """`zorse.adapt_shares`: micro-batches move between ranks of a group when their speeds change."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from deepspeed.utils import logger
 
 from zorse_ds.core.lots import moved_samples
@@ -14,9 +12,7 @@ from zorse_ds.integrations.deepspeed.config import AdaptSettings
 from zorse_ds.integrations.deepspeed.traces import Traces
 from zorse_ds.planner.adapting import RankFacts, ShareChange, ShareDecider, ShareRule
 from zorse_ds.runtime.dist_world import DistWorld
-from zorse_ds.runtime.stage import StageRunner
-from zorse_ds.runtime.stopwatch import Measured, Stopwatch, TimedRunner, stopwatch_of
-from zorse_ds.runtime.worker import Worker
+from zorse_ds.runtime.stopwatch import Measured
 from zorse_ds.schedule.paced import Pace
 
 
@@ -24,7 +20,7 @@ class Adapting:
     """Measures each step, and puts another trace in force for the next where that pays.
 
     The plan that was given stays the one that is saved and that others resume under. Off unless
-    asked for. Collective: every rank constructs it, and calls `begin` and `after_step`.
+    asked for. Collective: every rank constructs it, and calls `after_step`.
     """
 
     def __init__(
@@ -33,11 +29,9 @@ class Adapting:
         plan: Plan,
         traces: Traces,
         settings: AdaptSettings | None,
-        device: torch.device,
     ) -> None:
         self._world, self._traces = world, traces
         self._decider: ShareDecider | None = None
-        self.watch: Stopwatch = stopwatch_of(device)
         self._steps, self._told_of_memory = 0, False
         self.ran = plan
         """What the last step ran."""
@@ -53,38 +47,20 @@ class Adapting:
 
     @property
     def is_on(self) -> bool:
-        """Steps are measured."""
+        """It wants to know what steps measured."""
         return self._decider is not None
 
-    def runner(
-        self, stage: int, model: Any, saving: Callable[[], AbstractContextManager[Any]]
-    ) -> StageRunner:
-        """The runner of an own stage."""
-        if not self.is_on:
-            return StageRunner(model, saving)
-        return TimedRunner(stage, self.watch, model, saving)
-
-    def measure_by(self, watch: Stopwatch, worker: Worker) -> None:
-        """Measure by something else, as virtual GPUs do."""
-        self.watch = watch
-        for runner in worker.runners.values():
-            if isinstance(runner, TimedRunner):
-                runner.watch = watch
-
-    def begin(self) -> None:
-        """A training step starts."""
-        if self.is_on:
-            self.watch.begin()
-
-    def after_step(self, number: int, num_samples: int) -> None:
+    def after_step(self, number: int, num_samples: int, measured: Measured | None) -> None:
         """Collective: decide from what all ranks measured of step `number`."""
         self.last, self.ran = None, self._traces.plan
         decider = self._decider
         # The first step of a process warms up; a short batch is cut in another way.
         self._steps += 1
-        if decider is None or self._steps == 1 or num_samples != decider.given.global_batch_size:
+        if decider is None or measured is None or self._steps == 1:
             return
-        own = _facts(self.watch.read(), decider.current, self._world.rank)
+        if num_samples != decider.given.global_batch_size:
+            return
+        own = _facts(measured, decider.current, self._world.rank)
         facts: list[Any] = self._world.gather_objects(own)
         self.last = decider.observe(facts)
         if decider.is_held_back and not self._told_of_memory:

@@ -224,7 +224,7 @@ class ZorseEngine(SavingEngine, PipelineEngine):
             self.outputs = self._joined_outputs(trace, self.report)
             self.fwd_outputs = [self._loss_tensor()]
             return
-        self.parts.adapting.begin()
+        self.parts.begin_step()
         self.report = self._worker.train(
             self.parts.traces.training(batch.num_samples),
             batch,

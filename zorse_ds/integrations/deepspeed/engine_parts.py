@@ -39,6 +39,8 @@ from zorse_ds.runtime.host_memory import HostMemory
 from zorse_ds.runtime.ledger import MemoryLedger
 from zorse_ds.runtime.losses import Criterion
 from zorse_ds.runtime.optimizer import OptimizerFactory, ShardedOptimizer
+from zorse_ds.runtime.stage import StageRunner
+from zorse_ds.runtime.stopwatch import Stopwatch, TimedRunner, stopwatch_of
 from zorse_ds.runtime.worker import Worker
 
 
@@ -79,8 +81,10 @@ class EngineParts:
         check_devices(self.world, self.dtype)
         self.host = HostMemory(self.device) if self.group.offload != "none" else None
         adapt = self.settings.adapt_shares
-        self.adapting = Adapting(self.world, self.plan, self.traces, adapt, self.device)
+        self.adapting = Adapting(self.world, self.plan, self.traces, adapt)
         self.monitoring = Monitoring(self.world, self.plan, config, self.settings, self.device)
+        is_measured = self.adapting.is_on or self.monitoring.is_on
+        self.watch = stopwatch_of(self.device) if is_measured else None
 
     def close(self) -> None:
         """End threads, wires and curves."""
@@ -122,10 +126,16 @@ class EngineParts:
         groups = param_groups_of(model_parameters)
         return build_optimizer(parts, groups, client or from_config, originals)
 
+    def begin_step(self) -> None:
+        """A training step starts."""
+        if self.watch is not None:
+            self.watch.begin()
+
     def after_step(self, engine: Any, batch: Any, number: int) -> None:
         """Move shares where that pays; tell the monitors and the restarter of a step."""
-        self.adapting.after_step(number, batch.num_samples)
-        self.monitoring.after_step(engine, batch)
+        measured = None if self.watch is None else self.watch.read()
+        self.adapting.after_step(number, batch.num_samples, measured)
+        self.monitoring.after_step(engine, batch, measured)
         self.progress.note(number)
 
     def worker(self, criterion: Criterion, optimizer: ShardedOptimizer | None) -> Worker:
@@ -137,10 +147,7 @@ class EngineParts:
         }
         worker = Worker(
             self.rank,
-            {
-                stage: self.adapting.runner(stage, model, self._saving(model))
-                for stage, model in models.items()
-            },
+            {stage: self._runner(stage, model) for stage, model in models.items()},
             criterion,
             self.world.transport,
             optimizer,
@@ -153,6 +160,20 @@ class EngineParts:
             worker.ledger = MemoryLedger(optimizer.tensors, self.host)
         self.failures.observe(worker)
         return worker
+
+    def measure_by(self, watch: Stopwatch, worker: Worker) -> None:
+        """Measure passes by something else, as virtual GPUs do, where they are measured."""
+        if self.watch is None:
+            return
+        self.watch = watch
+        for runner in worker.runners.values():
+            assert isinstance(runner, TimedRunner), "all runners are of one kind"
+            runner.watch = watch
+
+    def _runner(self, stage: int, model: Any) -> StageRunner:
+        if self.watch is None:
+            return StageRunner(model, self._saving(model))
+        return TimedRunner(stage, self.watch, model, self._saving(model))
 
     def _saving(self, model: Any) -> Callable[[], AbstractContextManager[Any]]:
         """Where what autograd saves goes: to the host if the group's `offload` says so."""

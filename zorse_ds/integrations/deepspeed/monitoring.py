@@ -23,6 +23,7 @@ from zorse_ds.integrations.deepspeed.data import PlacedBatch
 from zorse_ds.integrations.deepspeed.wandb_run import WandbRun
 from zorse_ds.runtime.dist_world import DistWorld
 from zorse_ds.runtime.ledger import allocator_peak_bytes
+from zorse_ds.runtime.stopwatch import Measured
 from zorse_ds.simulator.timeline import Timeline
 
 _SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -69,16 +70,16 @@ class Monitoring:
                 self._wandb = WandbRun(config["wandb"], self._settings.folder)
                 self._wandb.describe(plan, config, self._settings, self.gpu_types)
 
-    def after_step(self, engine: Any, batch: PlacedBatch) -> None:
+    def after_step(self, engine: Any, batch: PlacedBatch, measured: Measured | None) -> None:
         """Tell what the step did with `batch`. Collective."""
-        if not self.is_on or engine.report is None:
+        if not self.is_on or engine.report is None or measured is None:
             return
         every = self._settings.picture_every
         draws = every is not None and engine.global_steps % every == 0
         timeline = engine.report.timeline
         own = RankStep(
             timeline.step_s,
-            timeline.busy_s(self._world.rank),
+            measured.busy_s,
             _peak_bytes(engine.report, self._device),
             batch.num_tokens,
             timeline if draws else None,

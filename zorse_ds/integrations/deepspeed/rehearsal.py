@@ -47,7 +47,7 @@ def attach(engine: ZorseEngine, gpu: VirtualGpu) -> None:
         if len(group.ranks) > 1:
             impose_on_group(group, gpu)
     worker.transport = VirtualTransport(worker.transport, gpu)
-    engine.parts.adapting.measure_by(VirtualStopwatch(gpu), worker)
+    engine.parts.measure_by(VirtualStopwatch(gpu), worker)
 
 
 def _watch_opening(sharded: ShardedOptimizer, gpu: VirtualGpu) -> None:
