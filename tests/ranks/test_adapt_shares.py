@@ -18,7 +18,7 @@ from zorse_ds.core.checkpoint.folder import MANIFEST_NAME
 from zorse_ds.core.checkpoint.manifest import Manifest
 
 SIZE, STEPS, SLOW_FROM = 12, 14, 4
-PLAN = plan_of([[[6, 6]], [[1] * 6, [2] * 3]], [0, 3, 6])
+PLAN = plan_of([[[2] * 6], [[1] * 6, [2] * 3]], [0, 3, 6])
 """One rank feeds two, which share the batch in micro-batches of one and of two samples."""
 
 
@@ -75,7 +75,7 @@ def test_shares_move_and_the_losses_stay_those_of_one_process(tmp_path: Path) ->
     check([own["result"] for own in results], run_reference(case_of(None)))
     counts = results[1]["counts"]
     assert results[2]["counts"] == counts, "all ranks decide alike"
-    assert results[0]["counts"] == [[2]] * STEPS
+    assert results[0]["counts"] == [[6]] * STEPS
     assert counts[0] == [6, 3]
     assert counts[-1] in ([8, 2], [10, 1]), "two of one sample for each of two"
     told = results[0]["lines"]

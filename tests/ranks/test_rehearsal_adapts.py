@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks.launched import environment
-from tests.ranks.test_rehearsal_plans import MODEL
-from zorse_ds.core.cluster import Cluster
+from tests.tired import MODEL, plan_of, setting_of, splits
 from zorse_ds.core.plan import Plan
-from zorse_ds.cost.layer_times import timer_of
-from zorse_ds.cost.setting import PassTimes, Setting
+from zorse_ds.cost.setting import Setting
 from zorse_ds.errors import RehearsalError
 from zorse_ds.integrations.deepspeed.rehearsal_plan import PlanRun, RankRun, rehearse_rank
 from zorse_ds.rehearsal.clock import Pace
@@ -32,8 +29,6 @@ from zorse_ds.rehearsal.slowdowns import Slowdown, factor_at
 from zorse_ds.simulator.quick import quick_step_s
 
 SLOW_AT, STEPS_AFTER = 4, 10
-NODE = {"intra_gb_per_s": 12, "nic_gb_per_s": 1}
-TIRED = "T4-tired"
 
 
 @dataclass(frozen=True)
@@ -49,51 +44,10 @@ class Case:
     zero_level: int = 2
 
     def plan(self, counts: Sequence[int]) -> Plan:
-        gpus = [
-            {"rank": 1 + i, "micro_batches": [size] * number}
-            for i, (size, number) in enumerate(zip(self.sizes, counts, strict=True))
-        ]
-        stages, first = [], 0
-        for name, size in self.stages:
-            stages.append({"group": name, "layers": [first, first + size]})
-            first += size
-        fast = {"name": "fast", "gpus": [{"rank": 0, "micro_batches": [2] * 8}]}
-        slow = {"name": "slow", "zero_level": self.zero_level, "gpus": gpus}
-        return Plan.from_dict(
-            {
-                "global_batch_size": 16,
-                "schedule": self.schedule,
-                "groups": [fast, slow],
-                "stages": stages,
-            }
-        )
+        return plan_of(self.schedule, self.stages, self.sizes, counts, self.zero_level)
 
-    def splits(self) -> Iterator[tuple[int, ...]]:
-        """Every way to share 16 samples in micro-batches of these sizes."""
-        for counts in product(*(range(1, 16 // size + 1) for size in self.sizes)):
-            if sum(n * size for n, size in zip(counts, self.sizes, strict=True)) == 16:
-                yield counts
-
-    def setting(self, tired: bool = False) -> Setting:
-        """`tired`: the simulator's cluster, in which one T4 is slow from the start."""
-        types = ["A10G", *["T4"] * len(self.sizes)]
-        data: dict[str, Any] = {}
-        if tired:
-            types[self.slowdown.rank] = TIRED
-            figures = {"tensor_tflops": 65, "fp32_tflops": 8.1, "memory_gib": 16}
-            figures |= {"usable_gib": 15, "memory_gb_per_s": 320}
-            data["types"] = {TIRED: figures}
-        data["nodes"] = [{"gpu_type": name, "num_gpus": 1, **NODE} for name in types]
-        timer = timer_of(None)
-
-        def times(gpu_type: str, *where: Any) -> PassTimes:
-            found = timer("T4" if gpu_type == TIRED else gpu_type, *where)
-            factor = self.slowdown.factor if gpu_type == TIRED else 1.0
-            return replace(
-                found, forward_s=found.forward_s * factor, backward_s=found.backward_s * factor
-            )
-
-        return Setting(Cluster.from_dict(data), MODEL, times, 1024, dtype="float16")
+    def setting(self) -> Setting:
+        return setting_of(len(self.sizes))
 
 
 CASES = {
@@ -124,8 +78,10 @@ def step_s(runs: Sequence[RankRun], step: int) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_soon_no_static_plan_is_much_better(name: str) -> None:
     case = CASES[name]
-    setting = case.setting(tired=True)
-    simulated = {counts: quick_step_s(case.plan(counts), setting) for counts in case.splits()}
+    setting = setting_of(len(case.sizes), case.slowdown.rank, case.slowdown.factor)
+    simulated = {
+        counts: quick_step_s(case.plan(counts), setting) for counts in splits(16, case.sizes)
+    }
     assert len(simulated) >= 7
     best = min(simulated, key=lambda counts: simulated[counts])
     from_start = replace(case.slowdown, step=1)

@@ -32,7 +32,7 @@ class ShareRule:
 
     window: int = 5
     """Steps whose median decides, measured anew after each change or vain search for one."""
-    least_gain: float = 0.05
+    least_gain: float = 0.03
     """Share of the step (0–1) that a change must be predicted to save."""
     most_moved: float = 0.25
     """Share of a group's samples (0–1) that one change may move; one lot may always."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zorse_ds.ranges import Range
+from zorse_ds.runtime.host_room import free_bytes, peak_resident_bytes, resident_bytes
 from zorse_ds.runtime.stage import StageRunner
 from zorse_ds.runtime.values import Message
 
@@ -50,15 +51,21 @@ class Stopwatch(Protocol):
 
 
 class HostStopwatch:
-    """By the host's clock, for devices that compute while they are told to."""
+    """By the host's clock, for devices that compute while they are told to.
 
-    def __init__(self) -> None:
-        self._origin = 0.0
+    Memory is that of the host, which `num_local` processes share. What a process grew by is taken
+    from the most that it ever held, so it is too large rather than too small.
+    """
+
+    def __init__(self, num_local: int = 1) -> None:
+        self._num_local = num_local
+        self._origin, self._held = 0.0, 0
         self._passes_s: defaultdict[Pass, float] = defaultdict(float)
 
     def begin(self) -> None:
         """See `Stopwatch.begin`."""
         self._passes_s.clear()
+        self._held = resident_bytes()
         self._origin = time.perf_counter()
 
     @contextmanager
@@ -70,7 +77,11 @@ class HostStopwatch:
 
     def read(self) -> Measured:
         """See `Stopwatch.read`."""
-        return Measured(time.perf_counter() - self._origin, dict(self._passes_s))
+        step_s = time.perf_counter() - self._origin
+        free = free_bytes()
+        room = None if free is None else free / self._num_local
+        grown = max(0, peak_resident_bytes() - self._held)
+        return Measured(step_s, dict(self._passes_s), grown, room)
 
 
 class CudaStopwatch:
@@ -109,9 +120,9 @@ class CudaStopwatch:
         return Measured(step_s, dict(passes_s), max(0, peak - self._held), max(0, room))
 
 
-def stopwatch_of(device: torch.device) -> Stopwatch:
-    """The one that is true for a device."""
-    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
+def stopwatch_of(device: torch.device, num_local: int) -> Stopwatch:
+    """The one that is true for a device of a host with so many ranks."""
+    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(num_local)
 
 
 class TimedRunner(StageRunner):

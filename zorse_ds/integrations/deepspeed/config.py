@@ -52,7 +52,7 @@ class AdaptSettings(StrictModel):
 
     window: int = Field(default=5, ge=1, le=10_000)
     """Steps whose median decides; they are measured anew after each change."""
-    least_gain: float = Field(default=0.05, gt=0, lt=1)
+    least_gain: float = Field(default=0.03, gt=0, lt=1)
     """Share of the step (0–1) that a change must be predicted to save."""
     most_moved: float = Field(default=0.25, gt=0, le=1)
     """Share of a group's samples (0–1) that one change may move."""

@@ -1,6 +1,7 @@
 """What an engine is made of besides DeepSpeed, agreed before DeepSpeed's constructor runs."""
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -84,7 +85,7 @@ class EngineParts:
         self.adapting = Adapting(self.world, self.plan, self.traces, adapt)
         self.monitoring = Monitoring(self.world, self.plan, config, self.settings, self.device)
         is_measured = self.adapting.is_on or self.monitoring.is_on
-        self.watch = stopwatch_of(self.device) if is_measured else None
+        self.watch = self._stopwatch() if is_measured else None
 
     def close(self) -> None:
         """End threads, wires and curves."""
@@ -160,6 +161,10 @@ class EngineParts:
             worker.ledger = MemoryLedger(optimizer.tensors, self.host)
         self.failures.observe(worker)
         return worker
+
+    def _stopwatch(self) -> Stopwatch:
+        hosts = self.world.gather_objects(socket.gethostname())
+        return stopwatch_of(self.device, hosts.count(socket.gethostname()))
 
     def measure_by(self, watch: Stopwatch, worker: Worker) -> None:
         """Measure passes by something else, as virtual GPUs do, where they are measured."""

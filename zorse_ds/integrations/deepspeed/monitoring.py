@@ -4,8 +4,6 @@ Everything is told by rank 0, at DeepSpeed's own step of its curves: the samples
 """
 
 import math
-import resource
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from zorse_ds.integrations.deepspeed.config import MonitorSettings, ZorseSetting
 from zorse_ds.integrations.deepspeed.data import PlacedBatch
 from zorse_ds.integrations.deepspeed.wandb_run import WandbRun
 from zorse_ds.runtime.dist_world import DistWorld
+from zorse_ds.runtime.host_room import peak_resident_bytes
 from zorse_ds.runtime.ledger import allocator_peak_bytes
 from zorse_ds.runtime.stopwatch import Measured
 from zorse_ds.simulator.timeline import Timeline
@@ -186,5 +185,4 @@ def _peak_bytes(report: Any, device: torch.device) -> int:
     peak = allocator_peak_bytes(device)
     if peak is not None:
         return peak
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_resident_bytes()
