@@ -198,6 +198,14 @@ def test_a_group_that_holds_nobody_up_stays() -> None:
     assert ShareDecider(plan, ShareRule(1)).observe(facts) is None
 
 
+def test_ranks_that_go_in_step_keep_their_shares() -> None:
+    """Summed after every micro-batch, each round takes the slowest rank's time."""
+    data = one_group((1,) * 8, (1,) * 8).to_dict()
+    data["groups"][0] |= {"zero_level": 2, "reduce_after": "micro_batch"}
+    plan = Plan.from_dict(data)
+    assert ShareDecider(plan, AT_ONCE).observe(facts_of(plan, {0: 1.0, 1: 2.0})) is None
+
+
 @pytest.mark.parametrize("room, moves", [(None, False), (10.0, False), (200.0, True)])
 def test_memory_that_is_not_there_is_not_taken(room: float | None, moves: bool) -> None:
     """Under gpipe every micro-batch is held: 3 of 8 more are 3/8 of what has grown."""

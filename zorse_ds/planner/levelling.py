@@ -7,6 +7,18 @@ from zorse_ds.core.lots import Lot, lot_between, moved_samples, with_group, with
 from zorse_ds.core.plan import GpuGroup, Plan
 from zorse_ds.schedule.paced import Paces
 
+LOTS = (1, 2, 4)
+"""How many are tried at once: a pipeline may gain by the second what the first alone does not."""
+
+
+def may_move(group: GpuGroup) -> bool:
+    """Whether shares of a group can move at all: between two ranks that have some.
+
+    Where gradients are summed after every micro-batch, ranks go in step: all wait for the slowest
+    in every round, so more rounds for the others would gain nothing.
+    """
+    return group.reduce_after == "step" and sum(bool(gpu.micro_batches) for gpu in group.gpus) > 1
+
 
 class Levelling:
     """Lots by group that would level a plan. `most_moved`: share of a group's samples (0–1)."""
@@ -17,7 +29,9 @@ class Levelling:
         self._seconds: dict[int, float] = {}
         for (rank, _), pace in paces.items():
             self._seconds[rank] = self._seconds.get(rank, 0.0) + pace.both_s
-        self._lots = {group.name: list(self._level(group)) for group in plan.groups}
+        self._lots = {
+            group.name: list(self._level(group)) if may_move(group) else [] for group in plan.groups
+        }
 
     @cached_property
     def names(self) -> list[str]:
@@ -40,23 +54,25 @@ class Levelling:
         return plan
 
     def neighbours(self, plan: Plan) -> Iterator[Plan]:
-        """One lot more from a group's busiest rank to the least busy, or one lot back to it."""
-        for group in plan.groups:
+        """Some lots more from a group's busiest rank to the least busy, or as many back to it."""
+        for group in filter(may_move, plan.groups):
             busy_s = self._busy_s(group)
-            by_end = sorted(group.gpus, key=lambda gpu: (-busy_s[gpu.rank], gpu.rank))
+            ranks = [gpu.rank for gpu in group.gpus if gpu.micro_batches]
+            by_end = sorted(ranks, key=lambda rank: (-busy_s[rank], rank))
             first, last = by_end[0], by_end[-1]
-            lots = (lot_between(first, last), lot_between(last, first)) if first != last else ()
-            for lot in lots:
-                if lot is None:
-                    continue
-                changed = with_group(plan, with_lot(group, lot))
-                if self._is_little(group.name, changed, lot):
-                    yield changed
+            for number in LOTS:
+                for giver, taker in ((first, last), (last, first)):
+                    changed = _with_lots(group, giver, taker, number)
+                    if changed is not None and self._is_little(changed):
+                        yield with_group(plan, changed)
 
-    def _is_little(self, name: str, changed: Plan, lot: Lot) -> bool:
+    def _is_little(self, changed: GpuGroup) -> bool:
         """What has moved in a group so far is within the bound."""
-        moved = moved_samples(with_group(changed, self.plan.group_named(name)), changed)
-        return moved <= max(lot.num_samples, self._most_moved * changed.global_batch_size)
+        plan, before = self.plan, self.plan.group_named(changed.name)
+        moved = moved_samples(plan, with_group(plan, changed))
+        lots = (lot_between(a, b) for a in before.gpus for b in before.gpus if a.rank != b.rank)
+        least = min((lot.num_samples for lot in lots if lot is not None), default=0)
+        return moved <= max(least, self._most_moved * plan.global_batch_size)
 
     def _moved(self, group: GpuGroup, number: int) -> GpuGroup:
         for lot in self._lots[group.name][:number]:
@@ -95,3 +111,14 @@ class Levelling:
         giver = max(group.gpus, key=lambda gpu: (busy_s[gpu.rank], -gpu.rank))
         found = (lot_between(giver, gpu) for gpu in group.gpus if gpu.rank != giver.rank)
         return [lot for lot in found if lot is not None]
+
+
+def _with_lots(group: GpuGroup, giver: int, taker: int, number: int) -> GpuGroup | None:
+    """The group after so many lots have moved; None if it has not so many."""
+    for _ in range(number):
+        gpus = {gpu.rank: gpu for gpu in group.gpus}
+        lot = lot_between(gpus[giver], gpus[taker])
+        if lot is None:
+            return None
+        group = with_lot(group, lot)
+    return group

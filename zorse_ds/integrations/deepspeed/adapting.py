@@ -11,6 +11,7 @@ from zorse_ds.errors import WorldError
 from zorse_ds.integrations.deepspeed.config import AdaptSettings
 from zorse_ds.integrations.deepspeed.traces import Traces
 from zorse_ds.planner.adapting import RankFacts, ShareChange, ShareDecider, ShareRule
+from zorse_ds.planner.levelling import may_move
 from zorse_ds.runtime.dist_world import DistWorld
 from zorse_ds.runtime.stopwatch import Measured
 from zorse_ds.schedule.paced import Pace
@@ -39,7 +40,7 @@ class Adapting:
         """What it led to."""
         if settings is None:
             return
-        if all(sum(bool(gpu.micro_batches) for gpu in group.gpus) < 2 for group in plan.groups):
+        if not any(map(may_move, plan.groups)):
             self._tell("zorse.adapt_shares has no effect: no group has two ranks to move between")
             return
         rule = ShareRule(settings.window, settings.least_gain, settings.most_moved)
