@@ -123,7 +123,7 @@ def test_merging_leaves_the_base_as_it_was(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "misspelt": ({"rank": 4}, r"adapters.rank is not a known key"),
+    "misspelt": ({"rank": 4}, r"adapters.rank is not a known key; .*did you mean 'r'\?"),
     "no rank": ({"r": 0}, r"adapters.r is 0; expected a whole number above 0"),
     "another method": ({"peft_type": "IA3"}, r"adapters.peft_type is 'IA3'; expected 'LORA'"),
     "whole layers": ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which"),

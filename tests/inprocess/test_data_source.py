@@ -143,3 +143,17 @@ def test_a_column_without_text_is_refused(value: object, tmp_path: Path) -> None
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": value}) + "\n")
     with pytest.raises(DataError, match=r"column 'text' holds .*; expected text"):
         load_source(tmp_path / "a.jsonl")
+
+
+def test_files_with_other_columns_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x", "completion": "y"}\n')
+    with pytest.raises(DataError, match=r"columns .*prompt.*, others messages; expected") as told:
+        load_source(tmp_path / "*.jsonl")
+    assert "\n" not in str(told.value)
+
+
+def test_a_file_of_another_kind_is_not_suggested(tmp_path: Path) -> None:
+    (tmp_path / "train.json5").write_text("")
+    with pytest.raises(DataError, match=r"does not exist; expected a data file$"):
+        load_source(tmp_path / "train.jsonl")

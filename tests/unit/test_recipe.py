@@ -47,6 +47,7 @@ def test_a_recipe_survives_its_file(tmp_path: Path) -> None:
         ({"seq_len": "64"}, "seq_len is '64'; expected a whole number"),
         ({"epochs": 1}, "epochs and steps are both given; expected one of them"),
         ({"steps": None}, "epochs and steps are missing; expected one of them"),
+        ({"plan": "auto"}, 'plan is "auto"; expected the file of a plan, or no plan and a'),
         ({"plan": None}, "plan and cluster are missing"),
         ({"plan": None, "cluster": "desk"}, "global_batch is missing"),
         ({"profile": "p.json"}, "profile is given without cluster"),
@@ -106,3 +107,50 @@ def test_other_names_lead_to_keys() -> None:
     keys = {*Recipe.model_fields, *(f"data.{name}" for name in DataRecipe.model_fields)}
     assert set(Recipe.other_names.values()) <= keys
     assert not set(Recipe.other_names) & set(Recipe.model_fields)
+
+
+def with_steps(root: Path, recipe: dict[str, Any]) -> RunFolder:
+    folder = RunFolder(root)
+    Recipe.from_dict(recipe).save(folder.recipe)
+    folder.checkpoints.mkdir()
+    (folder.checkpoints / "latest").write_text("global_step3")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": "other"}, "^model is 'other', but 'model' in the run that .* holds 3 steps of"),
+        ({"seq_len": 65}, "^seq_len is 65, but 64 in"),
+        ({"adapters": {"r": 4}}, r"^adapters is \{'r': 4\}, but None in"),
+        ({"data": {"train": "b"}}, "^data.train is 'b', but 'train.jsonl' in"),
+        (
+            {"data": {"train": "train.jsonl", "validation_share": 0.1}},
+            "^data.validation_share is 0.1, but None in",
+        ),
+    ],
+)
+def test_a_folder_is_of_one_run(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    folder = with_steps(tmp_path, GOOD)
+    with pytest.raises(ConfigError, match=f"{sentence}.*; expected the same, or another output"):
+        folder.check(Recipe.from_dict({**GOOD, **changes}))
+
+
+def test_a_run_goes_on_with_other_steps_plan_and_rates(tmp_path: Path) -> None:
+    folder = with_steps(tmp_path, GOOD)
+    changes = {"steps": 20, "plan": "other.json", "learning_rate": 1e-3, "model": "./model"}
+    folder.check(Recipe.from_dict({**GOOD, **changes}))
+
+
+def test_an_output_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recipe = Recipe.from_dict(GOOD)
+    with pytest.raises(ConfigError, match="file, which is a file; expected a folder"):
+        RunFolder(tmp_path / "file").check(recipe)
+    with pytest.raises(ConfigError, match=r"below, which lies below the file .*file; expected"):
+        RunFolder(tmp_path / "file" / "below").check(recipe)
+
+
+def test_nothing_at_all_is_told_what_to_give() -> None:
+    result = CliRunner().invoke(app, ["train"])
+    assert str(result.exception).startswith("zorse train was given nothing; expected a recipe's")

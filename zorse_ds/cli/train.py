@@ -50,6 +50,11 @@ def train(
     flags |= {"plan": plan, "cluster": cluster}
     numbers = {"global_batch": global_batch, "seq_len": seq_len, "epochs": epochs, "steps": steps}
     given = {key: value for key, value in {**flags, **numbers}.items() if value is not None}
+    if recipe is None and not given and not others:
+        raise ConfigError(
+            "zorse train was given nothing; expected a recipe's file, or --model, --output, "
+            "--train, --seq-len, --steps or --epochs, and --plan or --cluster"
+        )
     job = _job_of(read_recipe(recipe, given | dict(map(_setting, others or []))))
     if as_json:
         print(json.dumps(job.facts()))
@@ -134,9 +139,15 @@ def _show(job: "Job", *, in_full: bool) -> None:
 def _start(job: "Job") -> None:
     """Write what the ranks read and become the launcher, so that signals and exit code are its."""
     folder = job.folder
-    job.recipe.save(folder.recipe)
-    job.plan.save(folder.plan)
-    write_text(folder.config, json.dumps(job.config, indent=2) + "\n")
-    folder.finished.unlink(missing_ok=True)
+    try:
+        job.recipe.save(folder.recipe)
+        job.plan.save(folder.plan)
+        write_text(folder.config, json.dumps(job.config, indent=2) + "\n")
+        folder.finished.unlink(missing_ok=True)
+    except OSError as problem:
+        raise ConfigError(
+            f"output is {folder.root}, which cannot be written ({problem.strerror}); expected a "
+            "folder in which files may be written"
+        ) from problem
     sys.stdout.flush()
     os.execve(job.command[0], job.command, job.environment)

@@ -61,6 +61,7 @@ class Job:
 def job_of(recipe: Recipe) -> Job:
     """Find the plan, tokenise, and check all that can be checked. Raises a `ZorseError`."""
     folder = RunFolder(recipe.output)
+    folder.check(recipe)
     tokenizer = load_tokenizer(recipe.model)
     plan, setting = _plan_of(recipe)
     predicted_step_s = None if setting is None else simulated(plan, setting).step_s

@@ -134,7 +134,8 @@ def _files_of(path: Path) -> list[Path]:
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f", but already the folder {path.parent} is missing"
-    return suggestion(path.name, sorted(os.listdir(path.parent)))
+    names = sorted(os.listdir(path.parent))
+    return suggestion(path.name, [name for name in names if _ending_of(Path(name)) in _FORMATS])
 
 
 def _is_saved(path: Path) -> bool:
@@ -190,20 +191,38 @@ def _read_files(
     except StopIteration:
         raise DataError(f"{first} is empty; expected at least one sample") from None
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as problem:
-        reason = problem.__cause__ or problem
-        raise DataError(f"{first} cannot be read as {formats[first]}: {reason}") from problem
+        raise DataError(
+            _unreadable(files, formats[first], problem.__cause__ or problem)
+        ) from problem
     if formats[first] == "text" and text_column != "text":
         dataset = dataset.rename_column("text", text_column)
     return dataset
 
 
-def _format_of(file: Path) -> str:
-    plain = file.with_suffix("") if file.suffix in _COMPRESSIONS else file
-    if plain.suffix not in _FORMATS:
-        raise DataError(
-            f"{file} has the unknown ending {plain.suffix!r}; expected {listed(list(_FORMATS))}"
+def _unreadable(files: list[Path], form: str, problem: BaseException) -> str:
+    names = ", ".join(map(str, files[:4])) + (", …" if len(files) > 4 else "")
+    if isinstance(problem, datasets.table.CastError):
+        some, others = problem.table_column_names, problem.requested_column_names
+        return (
+            f"{names}: some rows have the columns {', '.join(some)}, others {', '.join(others)}; "
+            "expected the same columns in all files of one source"
         )
-    return _FORMATS[plain.suffix]
+    reason = str(problem).strip().splitlines() or [type(problem).__name__]
+    return f"{names} cannot be read as {form}: {reason[0]}"
+
+
+def _ending_of(file: Path) -> str:
+    """The ending that tells the format, below one of a compression."""
+    return (file.with_suffix("") if file.suffix in _COMPRESSIONS else file).suffix
+
+
+def _format_of(file: Path) -> str:
+    ending = _ending_of(file)
+    if ending not in _FORMATS:
+        raise DataError(
+            f"{file} has the unknown ending {ending!r}; expected {listed(list(_FORMATS))}"
+        )
+    return _FORMATS[ending]
 
 
 def _is_known(columns: Sequence[str]) -> bool:

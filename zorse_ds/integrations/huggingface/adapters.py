@@ -38,6 +38,8 @@ _FREE = (
     *("fan_in_fan_out", "inference_mode", "base_model_name_or_path", "revision", "peft_version"),
 )
 """Keys that may have any value that `peft` takes."""
+_OTHER_NAMES = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+_OTHER_NAMES |= dict.fromkeys(("modules", "lora_target_modules", "targets"), "target_modules")
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -189,7 +191,8 @@ def merged_weight(layer: "LoraLayer") -> torch.Tensor:
 def _problems(given: dict[str, Any], known: dict[str, Any]) -> Iterator[str]:
     for key, value in given.items():
         if key not in known:
-            near = suggestion(key, [*known])
+            here = _OTHER_NAMES.get(key)
+            near = f"; did you mean {here!r}?" if here else suggestion(key, [*known])
             yield f"{key} is not a known key; expected one of peft.LoraConfig's{near}"
         elif key in _ONLY and value not in _ONLY[key]:
             yield f"{key} is {value!r}; expected {' or '.join(map(repr, _ONLY[key]))}"

@@ -169,6 +169,10 @@ class Recipe(StrictModel):
 def _contradictions(recipe: Recipe) -> list[str]:
     """What is well-formed but says two things or too little."""
     problems = []
+    if recipe.plan == "auto":
+        problems.append(
+            'plan is "auto"; expected the file of a plan, or no plan and a cluster to find one for'
+        )
     if recipe.plan is None and recipe.cluster is None:
         problems.append("plan and cluster are missing; expected one of them, or both")
     elif recipe.plan is None and recipe.global_batch is None:

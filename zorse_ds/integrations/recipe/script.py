@@ -6,6 +6,7 @@ recipe, plan and DeepSpeed JSON. `launch/finetune.py` is the same without a reci
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -185,6 +186,8 @@ def main() -> None:
     except ZorseError as error:
         # Most errors are the same on all ranks. Rank 0 tells them; the launcher then ends the job.
         if int(os.environ.get("RANK", "0")) != 0:
+            # No more a request to save: the launcher ends those that wait.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(OTHERS_WAIT_S)
         sys.stderr.write(f"{error}\n")
         sys.exit(USER_ERROR)
