@@ -11,6 +11,7 @@ from zorse_ds.planner.fit import level_shares
 from zorse_ds.planner.graph import cut_tree
 from zorse_ds.planner.groupings import groupings
 from zorse_ds.planner.layers import by_count, by_range, cut_layers, spread
+from zorse_ds.planner.offers import Offers, Option
 from zorse_ds.planner.parallel import fork_map
 from zorse_ds.planner.shares import balanced, micro_batches
 from zorse_ds.planner.units import units_of
@@ -87,6 +88,15 @@ def test_layers_are_cut_by_what_any_number_of_them_costs(seed: int) -> None:
     assert found is not None
     assert sum(found) == layers
     assert max(own[n] for own, n in zip(costs, found, strict=True)) == best
+
+
+def test_nothing_is_offered_beyond_the_layers_that_were_looked_at() -> None:
+    """Rounded up to whole visits, a group may be asked for more."""
+    options = [Option(size, (False,), 0, "none") for size in (1, 2)]
+    merit = np.array([[np.inf, 2.0, np.inf], [np.inf, 1.0, 3.0]])
+    offers = Offers(options, merit, merit)
+    found = [offers.best(count) for count in range(5)]
+    assert found == [None, options[1], options[1], None, None]
 
 
 def test_layers_are_spread_over_visits() -> None:

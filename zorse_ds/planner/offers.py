@@ -58,7 +58,9 @@ class Offers:
     """(option, count): that the group is busy in a step."""
 
     def best(self, count: int) -> Option | None:
-        """The option of the least merit with which `count` layers fit."""
+        """The option of the least merit with which `count` layers fit, if any."""
+        if count >= self.merit.shape[1]:
+            return None
         row = int(self.merit[:, count].argmin())
         return self.options[row] if np.isfinite(self.merit[row, count]) else None
 

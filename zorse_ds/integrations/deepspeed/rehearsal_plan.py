@@ -63,7 +63,8 @@ def check_rehearsable(plan: Plan, setting: Setting) -> None:
     if setting.model.tied:
         raise RehearsalError(
             f"model {setting.model.name!r} ties its head to its embedding, which a miniature does "
-            "not; expected a shape without `tied`"
+            "not; expected a shape without `tied`, or a folder with a copy of config.json in which "
+            "tie_word_embeddings is false: all but the sum of the two gradients is then the same"
         )
 
 
