@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import torch
 import transformers as hf
+from peft import PeftModel
 
 from zorse_ds.integrations.recipe.schema import Recipe
 
@@ -33,13 +34,16 @@ def trainer_losses(
     global_batch: int,
     micro_batch: int,
     folder: Path,
+    adapters: Path | None = None,
 ) -> list[float]:
     """The loss of each step, all in float32 and in the data set's order.
 
-    Parameters, or adapters, begin as `Trainer` and `peft` make them. `Trainer`'s own collator pads,
-    and its own rule divides by the targets of a whole batch.
+    With `adapters`, a folder of `peft`'s, these alone are trained, from the values there.
+    `Trainer`'s own collator pads, and its own rule divides by the targets of a whole batch.
     """
     model = hf.AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32)
+    if adapters is not None:
+        model = PeftModel.from_pretrained(model, str(adapters), is_trainable=True)
     arguments = hf.TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=micro_batch,

@@ -14,6 +14,7 @@ from zorse_ds.integrations.deepspeed.auto_plan import STEP_WORKSPACE_BYTES
 from zorse_ds.integrations.deepspeed.config import check_config
 from zorse_ds.integrations.deepspeed.module import check_plan
 from zorse_ds.integrations.huggingface.shape import model_shape
+from zorse_ds.integrations.huggingface.stored_weights import stored_weights
 from zorse_ds.integrations.recipe.config import config_of
 from zorse_ds.integrations.recipe.launching import command_of, environment_of
 from zorse_ds.integrations.recipe.run_folder import RunFolder
@@ -63,6 +64,8 @@ def job_of(recipe: Recipe) -> Job:
     folder = RunFolder(recipe.output)
     folder.check(recipe)
     tokenizer = load_tokenizer(recipe.model)
+    # Only what the files say they hold; ranks would find a damaged one after the launch.
+    stored_weights(Path(recipe.model))
     plan, setting = _plan_of(recipe)
     predicted_step_s = None if setting is None else simulated(plan, setting).step_s
     cluster = None if setting is None else setting.cluster.to_dict()
