@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import re
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from tests.inprocess.hf_models import CONFIGS, save_checkpoint
 from tests.ranks.harness import run_ranks
 from tests.ranks.launched import environment
 from zorse_ds import Plan
+from zorse_ds.errors import ZorseError
 from zorse_ds.integrations.recipe.config import config_of
 from zorse_ds.integrations.recipe.run_folder import RunFolder
 from zorse_ds.integrations.recipe.samples import load_samples
@@ -180,3 +184,30 @@ def test_a_longer_schedule_starts_at_once(recipe: dict[str, Any], tmp_path: Path
         schedule.step()
         expected += schedule.get_last_lr()
     assert rates[4:] == pytest.approx(expected[4:])
+
+
+def run_apart(rank: int, root: Path) -> list[str]:
+    """Rank 2 is on a node of its own that sees neither the output folder nor, then, the data."""
+    os.environ["LOCAL_RANK"] = "0" if rank == 2 else str(rank)
+    (root / "other").mkdir(exist_ok=True)
+    told = []
+    for folder in (root / "other" if rank == 2 else root / "out", root / "out"):
+        with chdir(root / "other" if rank == 2 else root), pytest.raises(ZorseError) as caught:
+            run(RunFolder(folder))
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_one_node_does_not_see_ends_all(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe["data"]["train"] = "train.jsonl"
+    written(recipe)
+    ranks = run_ranks(3, run_apart, tmp_path, timeout_s=90)
+    mine = [r"other/recipe.json is not on .*; expected an output folder that all nodes share$"]
+    mine.append(r"^train.jsonl does not exist; expected a data file$")
+    for own, sentence in zip(ranks[2], mine, strict=True):
+        assert re.search(sentence, own), own
+    for others in ranks[:2]:
+        assert [told.split(" failed on ranks [2]; rank 2 says ")[0] for told in others] == [
+            "reading the recipe",
+            "preparing the data",
+        ]

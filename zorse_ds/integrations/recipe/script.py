@@ -7,6 +7,7 @@ recipe, plan and DeepSpeed JSON. `launch/finetune.py` is the same without a reci
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -19,9 +20,11 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from zorse_ds.errors import ZorseError
+from zorse_ds.errors import ConfigError, ZorseError
 from zorse_ds.files import write_text
 from zorse_ds.integrations.deepspeed import ZorseEngine, initialize
+from zorse_ds.integrations.deepspeed.agreement import together
+from zorse_ds.integrations.deepspeed.module import init_distributed
 from zorse_ds.integrations.huggingface.pretrained import from_pretrained
 from zorse_ds.integrations.recipe.run_folder import RunFolder
 from zorse_ds.integrations.recipe.samples import Samples, load_samples, load_tokenizer
@@ -37,15 +40,14 @@ OTHERS_WAIT_S = 5
 
 def run(folder: RunFolder) -> None:
     """The whole run. Collective: every rank calls this."""
-    recipe = Recipe.load(folder.recipe)
+    init_distributed()
+    recipe = recipe_in(folder)
     # A frozen base needs no masters, so it is read as it computes.
     dtype = torch.float32 if recipe.adapters is None else getattr(torch, recipe.dtype)
     config = str(folder.config)
     model = from_pretrained(recipe.model, config=config, dtype=dtype, seed=recipe.seed)
-    builds = int(os.environ["LOCAL_RANK"]) == 0
-    tokenizer = load_tokenizer(recipe.model)
     batch = model.plan.global_batch_size
-    samples = load_samples(recipe, tokenizer, batch, builds=builds, barrier=dist.barrier)
+    samples = samples_of(recipe, batch)
     num_steps = samples.num_steps(recipe, batch)
     engine, _, _, _ = initialize(
         model=model,
@@ -60,6 +62,27 @@ def run(folder: RunFolder) -> None:
     training.run()
     training.finish()
     engine.destroy()
+
+
+def recipe_in(folder: RunFolder) -> Recipe:
+    """What `zorse train` wrote. Collective; raises on all ranks where one does not see it."""
+    with together("reading the recipe"):
+        if not folder.recipe.is_file():
+            raise ConfigError(
+                f"{folder.recipe} is not on {socket.gethostname()}; expected an output folder that "
+                "all nodes share"
+            )
+        return Recipe.load(folder.recipe)
+
+
+def samples_of(recipe: Recipe, global_batch: int) -> Samples:
+    """The samples, tokenised by one rank of each node. Collective; raises on all ranks alike."""
+    with together("preparing the data"):
+        tokenizer = load_tokenizer(recipe.model)
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            load_samples(recipe, tokenizer, global_batch)
+    with together("reading the data"):
+        return load_samples(recipe, tokenizer, global_batch, builds=False)
 
 
 def schedule_of(recipe: Recipe, num_steps: int) -> Callable[[Any], Any]:
