@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from tests.inprocess.data_tokenizer import make_tokenizer
 from zorse_ds.errors import DataError
 from zorse_ds.integrations.data import SampleStream, load_source, prepare_text
+from zorse_ds.integrations.recipe.shared_stream import SharedStream
+from zorse_ds.runtime.dist_world import DistWorld
 
 SEQ_LEN = 8
 
@@ -142,3 +145,43 @@ def test_a_hub_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         "owner/name is neither a path here nor a data set of the hub that can be read (no route); "
         "expected one of them"
     )
+
+
+class TwoRanks:
+    """What the first of two ranks says, both hear."""
+
+    def __init__(self) -> None:
+        self.said: Any = None
+
+    def from_first(self, value: Any) -> Any:
+        self.said = value if value is not None else self.said
+        return pickle.loads(pickle.dumps(self.said))
+
+
+def shared(own: SampleStream | None, ranks: TwoRanks) -> SharedStream:
+    return SharedStream(own, cast(DistWorld, ranks))
+
+
+def test_a_shared_stream_is_read_by_one_rank(tmp_path: Path) -> None:
+    source, ranks = source_in(tmp_path, "pairs"), TwoRanks()
+    expected = stream_of(source)
+    first, second = shared(stream_of(source), ranks), shared(None, ranks)
+    second.resume(None, 4)
+    for _ in range(4):
+        batch = next(expected)
+        assert next(first) == next(second) == batch
+    assert first.state_dict() == expected.state_dict() and second.state_dict() == {}
+    # The state is older than the step that is gone on from.
+    state = first.state_dict()
+    next(expected)
+    again = shared(stream_of(source), ranks)
+    again.resume(state, 5)
+    assert next(again) == next(expected)
+
+
+def test_data_that_the_first_rank_cannot_use_are_told_by_all(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": ""}\n')
+    ranks = TwoRanks()
+    for stream in (shared(stream_of(tmp_path / "data.jsonl"), ranks), shared(None, ranks)):
+        with pytest.raises(DataError, match="holds no sample; expected at least one"):
+            next(stream)

@@ -59,6 +59,13 @@ class DistWorld:
             dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def from_first(self, value: object) -> object:
+        """Collective: the first rank's value; what the others give is not looked at."""
+        held = [value]
+        with wires(self.rank, "agree", self._ranks):
+            dist.broadcast_object_list(held, src=self._ranks[0], group=self.control)
+        return held[0]
+
     def close(self) -> None:
         """End the transport's threads."""
         self.transport.close()

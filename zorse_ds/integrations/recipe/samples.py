@@ -51,11 +51,12 @@ def load_samples(
     global_batch: int,
     *,
     builds: bool = True,
+    streams: bool = True,
     barrier: Callable[[], None] | None = None,
 ) -> Samples:
     """Tokenise what is not in the cache, and open it. Collective where `barrier` is given.
 
-    A stream's first row is looked at. Raises `DataError`.
+    A stream is opened where `streams`, and its first row looked at. Raises `DataError`.
     """
     data = recipe.data
 
@@ -75,7 +76,7 @@ def load_samples(
     train = validation = stream = None
     if data.validation_share is None:
         if data.streaming:
-            stream = _stream_of(recipe, tokenizer, global_batch)
+            stream = _stream_of(recipe, tokenizer, global_batch) if streams else None
         else:
             train = prepare(data.train, None)
         if data.validation is not None:

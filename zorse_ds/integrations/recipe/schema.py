@@ -55,7 +55,7 @@ class DataRecipe(StrictModel):
     train: str = Field(min_length=1)
     """A file, a glob, a saved data set or one of the hub, see `load_source`."""
     streaming: bool = False
-    """Tokenise while training goes on, each rank for itself: for data too large to prepare."""
+    """Tokenise while training goes on, one rank for all: for data too large to prepare."""
     shuffle_buffer: int = Field(default=10_000, ge=2)
     """Rows that a shuffled stream draws from."""
     validation: str | None = Field(default=None, min_length=1)

@@ -29,6 +29,7 @@ from zorse_ds.integrations.huggingface.pretrained import from_pretrained
 from zorse_ds.integrations.recipe.run_folder import RunFolder
 from zorse_ds.integrations.recipe.samples import Samples, load_samples, load_tokenizer
 from zorse_ds.integrations.recipe.schema import Recipe
+from zorse_ds.integrations.recipe.shared_stream import SharedStream
 from zorse_ds.integrations.recipe.validation import Measured, measure
 
 NOT_DECAYING = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -56,7 +57,8 @@ def run(folder: RunFolder) -> None:
         training_data=samples.train,
         lr_scheduler=schedule_of(recipe, num_steps),
     )
-    training = Training(recipe, folder, engine, samples, num_steps)
+    stream = SharedStream(samples.stream, engine.parts.world) if recipe.data.streaming else None
+    training = Training(recipe, folder, engine, samples, num_steps, stream)
     if folder.steps_saved():
         training.resume()
     training.run()
@@ -77,12 +79,13 @@ def recipe_in(folder: RunFolder) -> Recipe:
 
 def samples_of(recipe: Recipe, global_batch: int) -> Samples:
     """The samples, tokenised by one rank of each node. Collective; raises on all ranks alike."""
+    streams = dist.get_rank() == 0
     with together("preparing the data"):
         tokenizer = load_tokenizer(recipe.model)
         if int(os.environ["LOCAL_RANK"]) == 0:
-            load_samples(recipe, tokenizer, global_batch)
+            load_samples(recipe, tokenizer, global_batch, streams=streams)
     with together("reading the data"):
-        return load_samples(recipe, tokenizer, global_batch, builds=False)
+        return load_samples(recipe, tokenizer, global_batch, builds=False, streams=streams)
 
 
 def schedule_of(recipe: Recipe, num_steps: int) -> Callable[[Any], Any]:
@@ -129,18 +132,15 @@ class Training:
     engine: ZorseEngine
     samples: Samples
     num_steps: int
+    stream: SharedStream | None = None
     measured: list[Measured] = field(default_factory=list)
 
     def resume(self) -> None:
         """Go on from the latest checkpoint."""
         _, loaded = self.engine.load_checkpoint(str(self.folder.checkpoints))
         follow_schedule(self.engine)
-        stream = self.samples.stream
-        if stream is not None:
-            if loaded and "stream" in loaded:
-                stream.load_state_dict(loaded["stream"])
-            # SIGTERM saves at a step of its own, which the state may be behind of.
-            stream.skip_to(self.engine.global_steps)
+        if self.stream is not None:
+            self.stream.resume((loaded or {}).get("stream"), self.engine.global_steps)
 
     def run(self) -> None:
         """Train from the step that the engine is at to the last one."""
@@ -155,7 +155,7 @@ class Training:
         if engine.global_steps == 0:
             self.validate()
         while engine.global_steps < self.num_steps:
-            loss = engine.train_batch(self.samples.stream)
+            loss = engine.train_batch(self.stream)
             bar.update()
             bar.set_postfix(loss=f"{loss.item():.3f}")
             if is_due(engine.global_steps, self.recipe.eval_steps, self.num_steps):
@@ -166,8 +166,7 @@ class Training:
 
     def save(self) -> None:
         """A checkpoint, with the stream's place."""
-        stream = self.samples.stream
-        state = {} if stream is None else {"stream": stream.state_dict()}
+        state = {} if self.stream is None else {"stream": self.stream.state_dict()}
         self.engine.save_checkpoint(str(self.folder.checkpoints), client_state=state)
 
     def validate(self) -> None:
