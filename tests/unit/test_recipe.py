@@ -43,6 +43,7 @@ def test_a_recipe_survives_its_file(tmp_path: Path) -> None:
         ({"lr": 1e-4}, r"known key; did you mean 'learning_rate'\?"),
         ({"train_file": "a"}, r"known key; did you mean 'data.train'\?"),
         ({"dtype": "bf16"}, "dtype is 'bf16'; expected .*'bfloat16'"),
+        ({"adapters": 3}, r"^adapters is 3; expected a text or an object \{\.\.\.\}$"),
         ({"seq_len": 1}, "seq_len is 1; expected at least 2"),
         ({"seq_len": "64"}, "seq_len is '64'; expected a whole number"),
         ({"epochs": 1}, "epochs and steps are both given; expected one of them"),

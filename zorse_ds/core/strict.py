@@ -56,7 +56,31 @@ def path_text(location: Sequence[int | str]) -> str:
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One sentence for every finding of pydantic: where, found, expected, nearest."""
-    return [_sentence(detail, model) for detail in error.errors(include_url=False)]
+    details = error.errors(include_url=False)
+    several: dict[tuple[int | str, ...] | None, list[ErrorDetails]] = {}
+    for detail in details:
+        several.setdefault(_chosen_at(detail), []).append(detail)
+    single = [detail for detail in details if not _is_choice(several, detail)]
+    sentences = [_sentence(detail, model) for detail in single]
+    found = [(where, of) for where, of in several.items() if where is not None and len(of) > 1]
+    return sentences + [_no_choice(where, of) for where, of in found]
+
+
+def _is_choice(several: Mapping[Any, Sequence[ErrorDetails]], detail: ErrorDetails) -> bool:
+    where = _chosen_at(detail)
+    return where is not None and len(several[where]) > 1
+
+
+def _chosen_at(detail: ErrorDetails) -> tuple[int | str, ...] | None:
+    """Where a value may be of several types, of which pydantic names each behind the place."""
+    *where, label = detail["loc"] or ("",)
+    is_label = isinstance(label, str) and (label in _TYPE_LABELS or "[" in label)
+    return tuple(where) if is_label and detail["type"] in _EXPECTED_TYPES else None
+
+
+def _no_choice(where: tuple[int | str, ...], details: Sequence[ErrorDetails]) -> str:
+    kinds = [_EXPECTED_TYPES[detail["type"]] for detail in details]
+    return f"{path_text(where)} is {_shown(details[0]['input'])}; expected {' or '.join(kinds)}"
 
 
 def without_faults(
@@ -105,6 +129,7 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
     return f"{where} is {_shown(found)}; expected {_expected(detail['msg'], kind, context)}"
 
 
+_TYPE_LABELS = ("str", "int", "float", "bool", "constrained-str", "constrained-int")
 _EXPECTED_TYPES = {
     "int_type": "a whole number",
     "float_type": "a number",
