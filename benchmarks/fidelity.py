@@ -2,15 +2,16 @@
 
     python -m benchmarks.fidelity [--batch 48] [--time-scale 0] [--output build/benchmarks]
 
-Eight plans over three clusters: the planner's best in ministages, and its groups with one stage
-each in 1F1B and GPipe. Each is simulated, and trained by the real engine on virtual GPUs (as by
-`zorse rehearse`): virtual clocks tell its step time, real tensors its peak bytes.
+Nine plans over four clusters: the planner's best in ministages, and its groups with one stage
+each in 1F1B and GPipe; on four equal GPUs its best of all, which is one stage over all of them.
+Each is simulated, and trained by the real engine on virtual GPUs (as by `zorse rehearse`): virtual
+clocks tell its step time, real tensors its peak bytes.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,13 @@ WANTED = {
     "mini_b": ("ministage", "1f1b", "gpipe"),
     "desk": ("ministage", "1f1b", "gpipe"),
     "two_sites": ("ministage", "1f1b"),
+    "equal": ("best",),
 }
+EQUAL = {
+    "link_figures": "assumed",
+    "nodes": [{"gpu_type": "A10G", "num_gpus": 4, "intra_gb_per_s": 16, "nic_gb_per_s": 6}],
+}
+OWN_CLUSTERS = {"two_sites": TWO_SITES, "equal": EQUAL}
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ def cases(batch: int) -> Iterator[Case]:
     """All of them; stages of every other ministage plan step as soon as they can."""
     for number, (name, schedules) in enumerate(WANTED.items()):
         setting = setting_of(name)
-        found = plans_of(setting, batch)
+        found = plans_of(setting, batch, schedules)
         for schedule in schedules:
             early = schedule == "ministage" and number % 2 == 0
             yield Case(name, found[schedule], setting, "interleaved" if early else "delayed")
@@ -91,18 +98,21 @@ def cases(batch: int) -> Iterator[Case]:
 
 def setting_of(name: str) -> Setting:
     """A model that fills the cluster."""
-    cluster = Cluster.from_dict(TWO_SITES) if name == "two_sites" else cluster_from(name)
+    own = OWN_CLUSTERS.get(name)
+    cluster = cluster_from(name) if own is None else Cluster.from_dict(own)
     if name == "mini_b":
         model = ModelShape.llama("llama-2-7b, 16 blocks", 16, 4096, 11008, 32)
     else:
         model = ModelShape.llama("llama, 1.3B", 24, 2048, 5504, 16)
     timer = FrozenTimes(timer_of(None, cluster.known_types))
-    return Setting(cluster, model, timer, 1024, dtype="float16")
+    return Setting(cluster, model, timer, 1024, dtype="float16", may_offload=False)
 
 
-def plans_of(setting: Setting, batch: int) -> dict[str, Plan]:
-    """The planner's best plan in ministages, and with one stage a group in the other schedules."""
+def plans_of(setting: Setting, batch: int, schedules: Sequence[str]) -> dict[str, Plan]:
+    """The planner's best plan, or that in ministages and its groups in the other schedules."""
     ranked = search(setting, batch, EFFORT).ranked
+    if "best" in schedules:
+        return {"best": ranked[0].plan}
     best = next(each.plan for each in ranked if each.plan.schedule == "ministage")
     found = {"ministage": best}
     for schedule in ("1f1b", "gpipe"):
@@ -116,6 +126,9 @@ def plans_of(setting: Setting, batch: int) -> dict[str, Plan]:
 def one_stage_a_group(plan: Plan, schedule: str) -> Plan:
     """The groups of a plan with as many layers as before, all in one stage each, recomputed."""
     data = plan.to_dict() | {"schedule": schedule}
+    if schedule == "gpipe":
+        # All forwards come first at all events.
+        data.pop("ahead", None)
     sizes: dict[str, int] = {}
     for stage in plan.stages:
         sizes[stage.group] = sizes.get(stage.group, 0) + stage.layers.size

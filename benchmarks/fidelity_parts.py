@@ -216,7 +216,7 @@ def cluster_of(parts: list[list[dict[str, Any]]], pick: Pick) -> Cluster:
     # What the wire does not explain is memory: `reduction_s` counts the bytes that are touched.
     on_the_wire_s = REDUCED_NUMEL / 2 * MASTER_BYTES * s_per_byte
     probe = TypeFigures(fp32_tflops=1.0, memory_gib=1.0, memory_gb_per_s=1.0).as_type("probe")
-    touched_gb = modelled_reduction_s(probe, REDUCED_NUMEL, 0.5, 2)
+    touched_gb = modelled_reduction_s(probe, "float32", REDUCED_NUMEL, 0.5, 2)
     memory_gb_per_s = touched_gb / (reduction_s - on_the_wire_s)
     cpu = {"fp32_tflops": 0.1, "memory_gib": 64.0, "memory_gb_per_s": memory_gb_per_s, "bf16": True}
     node = {

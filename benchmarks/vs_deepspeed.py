@@ -19,9 +19,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.vs_deepspeed_plans import ABLATIONS, ablated, planned, without_host_memory
+from benchmarks.vs_deepspeed_plans import ABLATIONS, ablated, planned
 from benchmarks.vs_deepspeed_runs import (
     Runner,
+    Say,
     Tried,
     measured,
     parts_of,
@@ -58,24 +59,35 @@ console = Console(highlight=False, width=130)
 def setting_of(name: str, blocks: int) -> Setting:
     """Layers of Llama-2-7B, as many as asked for, at 1024 tokens a sample."""
     cluster = Cluster.from_dict(EQUAL) if name == "equal" else cluster_from(name)
-    cluster = without_host_memory(cluster)
     model = ModelShape.llama(f"llama-2-7b, {blocks} blocks", blocks, 4096, 11008, 32)
     timer = FrozenTimes(timer_of(None, cluster.known_types))
-    return Setting(cluster, model, timer, 1024, dtype="float16")
+    # Virtual GPUs have no host memory beside them, so nobody offloads to it, stock neither.
+    return Setting(cluster, model, timer, 1024, dtype="float16", may_offload=False)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """The whole contest."""
     setting = setting_of(args.cluster, args.blocks)
+    with console.status("") as status:
+        return _contest(setting, args, status.update)
+
+
+def _contest(setting: Setting, args: argparse.Namespace, tell: Say) -> dict[str, Any]:
     tried = [
-        try_stock(part, gone, args.batch, args.most, args.sends, console.print)
+        try_stock(part, gone, args.batch, args.most, args.sends, console.print, tell)
         for part, gone in parts_of(setting)
     ]
-    plan = planned(setting, args.batch)
+    plan = planned(setting, args.batch, tell)
     runners = _contestants(tried, plan, setting)
     for name in args.ablation:
-        runners[name] = plan_runner(ablated(name, plan, setting, args.batch), setting)
-    runs, failed = measured(runners, Pace(args.time_scale), args.repeats)
+        other = ablated(name, plan, setting, args.batch)
+        if other == plan:
+            console.print(f"{name}: the plan has nothing of what this takes out of it")
+        else:
+            runners[name] = plan_runner(other, setting)
+    runs, failed = measured(runners, Pace(args.time_scale), args.repeats, tell)
+    if not tried[0].seconds:
+        failed[ON_ALL] = f"none of {len(tried[0].out_of_memory)} configurations fits"
     _draw(runs, setting, args.output / f"vs_deepspeed_{_label(args)}.png")
     return {
         "cluster": args.cluster,

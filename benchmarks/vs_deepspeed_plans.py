@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from benchmarks.fidelity import one_stage_a_group
-from zorse_ds.core.cluster import Cluster
 from zorse_ds.core.plan import Plan
 from zorse_ds.cost.setting import Setting
 from zorse_ds.planner.effort import Effort
@@ -11,19 +10,15 @@ from zorse_ds.planner.search import search
 from zorse_ds.ranges import apportion, consecutive
 
 EFFORT = Effort(workers=2)
-HARDLY_ANY_GIB = 0.001
 
 
-def without_host_memory(cluster: Cluster) -> Cluster:
-    """Virtual GPUs have no host memory beside them, so nobody offloads to it, stock neither."""
-    data = cluster.to_dict()
-    nodes = [{**node, "host_memory_gib": HARDLY_ANY_GIB} for node in data["nodes"]]
-    return Cluster.from_dict({**data, "nodes": nodes})
+def planned(setting: Setting, batch: int, tell: Callable[[str], None]) -> Plan:
+    """The planner's best; `tell` hears what it is doing."""
 
+    def progress(what: str, done: int, whole: int) -> None:
+        tell(f"planner: {what}, {done} of {whole}")
 
-def planned(setting: Setting, batch: int) -> Plan:
-    """The planner's best."""
-    return search(setting, batch, EFFORT).best.plan
+    return search(setting, batch, EFFORT, progress).best.plan
 
 
 def ablated(name: str, plan: Plan, setting: Setting, batch: int) -> Plan:

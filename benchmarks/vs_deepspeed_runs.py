@@ -25,12 +25,14 @@ from zorse_ds.integrations.deepspeed.rehearsal_stock import Sends
 from zorse_ds.rehearsal.clock import Pace
 from zorse_ds.rehearsal.figures import StepFigures, check_kept_up
 from zorse_ds.rehearsal.pool import VirtualMemoryError
-from zorse_ds.rehearsal.processes import run_processes
+from zorse_ds.rehearsal.processes import Job, run_processes
 
 AS_FAST_AS_IT_GOES = Pace(0)
 NUM_STEPS = 2
 """All memory is in use only in the second one."""
-Runner = Callable[[Pace], list[StepFigures]]
+Say = Callable[[str], None]
+"""Told what is going on."""
+Runner = Callable[[Pace, Say], list[StepFigures]]
 """Its last step, by rank."""
 
 
@@ -94,9 +96,13 @@ def try_stock(
     batch: int,
     most: int,
     sends: Sends,
-    say: Callable[[str], None],
+    say: Say,
+    tell: Say,
 ) -> Tried:
-    """Rehearse the best configurations by formula, as long as one can win."""
+    """Rehearse the best configurations by formula, as long as one can win.
+
+    `say` gets lines that stay, `tell` what is going on meanwhile.
+    """
     say(f"stock on {len(setting.cluster.gpus)} GPUs, without {', '.join(left_out) or 'nothing'}")
     tried = Tried(setting, left_out, sends)
     fitting = []
@@ -112,13 +118,14 @@ def try_stock(
         if len(tried.seconds) == most or best_s < least:
             tried.not_run = len(fitting) - number
             break
-        _try(stock, tried, say)
+        tell(f"{number + 1} of {len(fitting)} that may fit: {stock.name}")
+        _try(stock, tried, say, tell)
     return tried
 
 
-def _try(stock: Stock, tried: Tried, say: Callable[[str], None]) -> None:
+def _try(stock: Stock, tried: Tried, say: Say, tell: Say) -> None:
     try:
-        figures = stock_runner(stock, tried)(AS_FAST_AS_IT_GOES)
+        figures = stock_runner(stock, tried)(AS_FAST_AS_IT_GOES, tell)
     except VirtualMemoryError as error:
         tried.out_of_memory[stock.name] = str(error)
         say(f"  out of memory  {stock.name}")
@@ -131,9 +138,9 @@ def stock_runner(stock: Stock, tried: Tried) -> Runner:
     """Stock's engine on a part of the cluster."""
     setting = tried.setting
 
-    def run(pace: Pace) -> list[StepFigures]:
+    def run(pace: Pace, tell: Say) -> list[StepFigures]:
         job = partial(run_rank, stock, setting, tried.sends, pace, NUM_STEPS)
-        return [own.steps[-1] for own in run_processes(len(setting.cluster.gpus), job)]
+        return _last_steps(len(setting.cluster.gpus), job, stock.name, tell)
 
     return run
 
@@ -141,15 +148,23 @@ def stock_runner(stock: Stock, tried: Tried) -> Runner:
 def plan_runner(plan: Plan, setting: Setting) -> Runner:
     """Our engine."""
 
-    def run(pace: Pace) -> list[StepFigures]:
+    def run(pace: Pace, tell: Say) -> list[StepFigures]:
         job = partial(rehearse_rank, PlanRun(plan, setting, pace, NUM_STEPS))
-        return [own.steps[-1] for own in run_processes(plan.world_size, job)]
+        return _last_steps(plan.world_size, job, "zorse_ds", tell)
 
     return run
 
 
+def _last_steps(num_ranks: int, job: Job, name: str, tell: Say) -> list[StepFigures]:
+    def done(rank: int, step: int) -> None:
+        tell(f"{name}: rank {rank} has done step {step} of {NUM_STEPS}")
+
+    tell(f"{name}: starting {num_ranks} processes")
+    return [own.steps[-1] for own in run_processes(num_ranks, job, done)]
+
+
 def measured(
-    runners: dict[str, Runner], pace: Pace, repeats: int
+    runners: dict[str, Runner], pace: Pace, repeats: int, tell: Say
 ) -> tuple[dict[str, list[list[StepFigures]]], dict[str, str]]:
     """All in turns: steps by name and repeat, and who has too little memory."""
     found: dict[str, list[list[StepFigures]]] = {}
@@ -157,7 +172,7 @@ def measured(
     for _ in range(repeats):
         for name in [name for name in runners if name not in failed]:
             try:
-                figures = runners[name](pace)
+                figures = runners[name](pace, tell)
             except VirtualMemoryError as error:
                 failed[name] = str(error)
                 continue

@@ -53,6 +53,8 @@ class Setting:
     """Layers that recompute takes: blocks of Hugging Face models, all of a list of layers."""
     step_workspace_bytes: int = 0
     """Of the optimizer's step per parameter: none if fused, 8 for torch's own Adam."""
+    may_offload: bool = True
+    """Plans may keep state in host memory."""
 
     def recomputes(self, layer: int) -> bool:
         """Whether recompute takes a pipeline layer."""

@@ -12,7 +12,7 @@ from zorse_ds.cost.state import StateBytes, params_of, state_bytes
 from zorse_ds.planner.draft import ROUNDING, Draft, GroupDraft, part_of, plan_of, sample_seconds
 from zorse_ds.planner.offers import offers_of
 from zorse_ds.planner.seats import held_samples, seats_of
-from zorse_ds.planner.settings import OFFLOADS, SPARE_SHARE, levels_of
+from zorse_ds.planner.settings import SPARE_SHARE, levels_of, offloads_of
 from zorse_ds.schedule.compile import limits_of
 from zorse_ds.schedule.inflight import InFlightLimits
 
@@ -73,7 +73,7 @@ def _likely_settings(
         group,
         recompute=smallest,
         zero_level=level,
-        offload=OFFLOADS[-1],
+        offload=offloads_of(setting)[-1],
         shard_weights=None,
     )
 

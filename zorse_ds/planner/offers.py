@@ -19,7 +19,7 @@ from zorse_ds.planner.counts import Array, counts_of
 from zorse_ds.planner.draft import ROUNDING, GroupDraft, Offload, ZeroLevel
 from zorse_ds.planner.layers import Pace
 from zorse_ds.planner.seats import Members, Seat
-from zorse_ds.planner.settings import OFFLOADS, SPARE_SHARE, levels_of, patterns_of, sizes_of
+from zorse_ds.planner.settings import SPARE_SHARE, levels_of, offloads_of, patterns_of, sizes_of
 from zorse_ds.planner.units import Unit
 
 Flags = NDArray[np.bool_]
@@ -133,7 +133,7 @@ class _Form:
         ]
         """Of the blocks that recompute, over counts."""
         self.levels = levels_of(seat.width, seat.visits)
-        self.offloads = OFFLOADS
+        self.offloads = offloads_of(setting)
         if not every:
             self.levels, self.offloads = self.levels[:1], self.offloads[:1]
         self.options = [

@@ -28,6 +28,11 @@ SPARE_SHARE = 0.01
 """Of a GPU's memory is left free when shards are cut by what is free."""
 
 
+def offloads_of(setting: Setting) -> tuple[Offload, ...]:
+    """What groups may keep in host memory, from nothing to most."""
+    return OFFLOADS if setting.may_offload else OFFLOADS[:1]
+
+
 def sizes_of(width: int, setting: Setting, batch: int) -> tuple[int, ...]:
     """Micro-batch sizes for a group of `width` ranks."""
     return tuple(
@@ -70,7 +75,7 @@ def rungs(draft: Draft, index: int, setting: Setting, batch: int) -> list[GroupD
     levels = levels_of(len(group.ranks), draft.num_visits)
     every = [
         replace(group, recompute=again, zero_level=level, offload=offload, shard_weights=None)
-        for again, level, offload in product(recomputes, levels, OFFLOADS)
+        for again, level, offload in product(recomputes, levels, offloads_of(setting))
     ]
     return sorted(every, key=lambda rung: _cost(draft, index, rung, setting, batch))
 
