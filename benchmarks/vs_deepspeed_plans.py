@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 from benchmarks.fidelity import one_stage_a_group
 from zorse_ds.core.plan import Plan
+from zorse_ds.cost.memory import memory_of
 from zorse_ds.cost.setting import Setting
 from zorse_ds.planner.effort import Effort
 from zorse_ds.planner.search import search
 from zorse_ds.ranges import apportion, consecutive
 
-EFFORT = Effort(workers=2)
+EFFORT = Effort(improved=10, workers=2)
 
 
 def planned(setting: Setting, batch: int, tell: Callable[[str], None]) -> Plan:
@@ -31,6 +32,18 @@ def _equal_layers(plan: Plan, setting: Setting, batch: int) -> Plan:
     data = plan.to_dict()
     for stage, cut in zip(data["stages"], cuts, strict=True):
         stage["layers"] = [cut.start, cut.stop]
+    return _with_room(Plan.from_dict(data), setting)
+
+
+def _with_room(plan: Plan, setting: Setting) -> Plan:
+    """The plan or, if it does not fit, with recompute and nobody further ahead than need be."""
+    if all(own.fits for own in memory_of(plan, setting).values()):
+        return plan
+    data = plan.to_dict() | {"ahead": 0}
+    for part in (*data["groups"], *data["stages"]):
+        part.pop("recompute", None)
+    for group in data["groups"]:
+        group["recompute"] = "full"
     return Plan.from_dict(data)
 
 
