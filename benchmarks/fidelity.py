@@ -26,6 +26,7 @@ from zorse_ds.core.cluster_files import cluster_from
 from zorse_ds.core.gpus import GIB
 from zorse_ds.core.model import ModelShape
 from zorse_ds.core.plan import Plan
+from zorse_ds.core.recompute import RECOMPUTE_KEYS
 from zorse_ds.cost.frozen import FrozenTimes
 from zorse_ds.cost.layer_times import timer_of
 from zorse_ds.cost.setting import Setting
@@ -138,6 +139,8 @@ def one_stage_a_group(plan: Plan, schedule: str) -> Plan:
         for name, cut in zip(sizes, cuts, strict=True)
     ]
     for group in data["groups"]:
+        for key in RECOMPUTE_KEYS:
+            group.pop(key, None)
         group["recompute"] = "full"
     return Plan.from_dict(data)
 

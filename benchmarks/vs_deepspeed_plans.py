@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from benchmarks.fidelity import one_stage_a_group
 from zorse_ds.core.plan import Plan
+from zorse_ds.core.recompute import RECOMPUTE_KEYS
 from zorse_ds.cost.memory import memory_of
 from zorse_ds.cost.setting import Setting
 from zorse_ds.planner.effort import Effort
@@ -41,7 +42,8 @@ def _with_room(plan: Plan, setting: Setting) -> Plan:
         return plan
     data = plan.to_dict() | {"ahead": 0}
     for part in (*data["groups"], *data["stages"]):
-        part.pop("recompute", None)
+        for key in ("recompute", *RECOMPUTE_KEYS):
+            part.pop(key, None)
     for group in data["groups"]:
         group["recompute"] = "full"
     return Plan.from_dict(data)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from zorse_ds.core.plan import Dtype
+from zorse_ds.core.recompute import KEPT, Recomputed, first_of
 from zorse_ds.cost.activations import activation_table
 from zorse_ds.cost.collectives import gather, reduce_scatter
 from zorse_ds.cost.compute import compute_times
@@ -124,7 +125,11 @@ def _pass_s(stock: Stock, setting: Setting, rank: int, layers: Range) -> float:
     """A micro-batch forward and backward through layers."""
     name = setting.cluster.gpus[rank].type.name
     sums = compute_times(setting).sums(name, dtype_for(setting), stock.size)
-    return sums.forward_s(layers) + sums.backward_s(layers, int(stock.recompute))
+    return sums.forward_s(layers) + sums.backward_s(layers, _recomputed(stock, layers))
+
+
+def _recomputed(stock: Stock, layers: Range) -> Recomputed:
+    return first_of(layers) if stock.recompute else KEPT
 
 
 def least_bytes_missing(stock: Stock, setting: Setting) -> float:
@@ -138,7 +143,7 @@ def least_bytes_missing(stock: Stock, setting: Setting) -> float:
     missing = 0.0
     for pipe, layers in enumerate(_parts(stock, setting)):
         shapes = setting.model.shapes[layers.as_slice()]
-        kept = table.of(layers, dtype, int(stock.recompute)).kept_per_sample
+        kept = table.of(layers, dtype, _recomputed(stock, layers)).kept_per_sample
         in_flight = min(max(1, stock.pipes - pipe), stock.accumulated) * stock.size
         held = per_param * sum(shape.num_params for shape in shapes) + kept * in_flight
         for rank in range(pipe * w, (pipe + 1) * w):
