@@ -74,7 +74,7 @@ EQUAL = {
     "link_figures": "assumed",
     "nodes": [{"gpu_type": "A10G", "num_gpus": 4, "intra_gb_per_s": 16, "nic_gb_per_s": 6}],
 }
-OWN_CLUSTERS = {"two_sites": TWO_SITES, "equal": EQUAL}
+OWN_CLUSTERS: dict[str, dict[str, Any]] = {"two_sites": TWO_SITES, "equal": EQUAL}
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def run_rank(
     for done in range(steps):
         figures.append(gpu.step(step))
         tell(done + 1)
-    return RankRun(tuple(figures), ())
+    return RankRun(tuple(figures), (), ())
 
 
 def _pipeline(stock: Stock, gpu: VirtualGpu) -> tuple[Any, Callable[[], Any]]:
