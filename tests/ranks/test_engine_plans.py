@@ -34,6 +34,14 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+def summed_often(plan: dict[str, Any]) -> dict[str, Any]:
+    """With the gradients of every micro-batch summed by themselves."""
+    return {
+        **plan,
+        "groups": [{**group, "reduce_after": "micro_batch"} for group in plan["groups"]],
+    }
+
+
 def case_of(name: str, plan: dict[str, Any]) -> Case:
     size = plan["global_batch_size"]
     return Case(
@@ -53,7 +61,10 @@ def random_cases() -> list[Case]:
     return [case_of(name, plan.to_dict()) for name, plan in list(small.items())[:12]]
 
 
-CASES = [*(case_of(name, plan) for name, plan in PLANS.items()), *random_cases()]
+OFTEN = {
+    f"{name}, summed often": summed_often(PLANS[name]) for name in ("one stage, 2 wide", "5 wide")
+}
+CASES = [*(case_of(name, plan) for name, plan in (PLANS | OFTEN).items()), *random_cases()]
 
 
 @pytest.fixture(scope="module")
