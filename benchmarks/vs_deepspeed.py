@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.vs_deepspeed_plans import ABLATIONS, ablated, planned
+from benchmarks.vs_deepspeed_plans import ABLATIONS, ablated, effort_of, planned
 from benchmarks.vs_deepspeed_runs import (
     Runner,
     Say,
@@ -77,7 +77,7 @@ def _contest(setting: Setting, args: argparse.Namespace, tell: Say) -> dict[str,
         try_stock(part, gone, args.batch, args.most, args.sends, console.print, tell)
         for part, gone in parts_of(setting)
     ]
-    plan = planned(setting, args.batch, tell)
+    plan = planned(setting, args.batch, effort_of(args.effort), tell)
     runners = _contestants(tried, plan, setting)
     for name in args.ablation:
         other = ablated(name, plan, setting, args.batch)
@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=16, help="of Llama-2-7B, which has 32")
     parser.add_argument("--batch", type=int, default=240, help="samples of 1024 tokens a step")
     parser.add_argument("--most", type=int, default=3, help="rehearsed of stock, by part")
+    parser.add_argument("--effort", type=int, default=3, help="of the planner: times the usual")
     parser.add_argument("--sends", default="held", choices=["held", "free"], help="of stock")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--time-scale", type=float, default=0.0, help="0: virtual clocks alone")

@@ -11,16 +11,26 @@ from zorse_ds.planner.effort import Effort
 from zorse_ds.planner.search import search
 from zorse_ds.ranges import apportion, consecutive
 
-EFFORT = Effort(improved=10, workers=2)
+
+def effort_of(times: int) -> Effort:
+    """More of everything than a planner's usual search tries."""
+    usual = Effort()
+    return Effort(
+        judged_per_grouping=usual.judged_per_grouping + 1,
+        judged=usual.judged * times,
+        improved=10 * times,
+        events=usual.events * times,
+        workers=2,
+    )
 
 
-def planned(setting: Setting, batch: int, tell: Callable[[str], None]) -> Plan:
+def planned(setting: Setting, batch: int, effort: Effort, tell: Callable[[str], None]) -> Plan:
     """The planner's best; `tell` hears what it is doing."""
 
     def progress(what: str, done: int, whole: int) -> None:
         tell(f"planner: {what}, {done} of {whole}")
 
-    return search(setting, batch, EFFORT, progress).best.plan
+    return search(setting, batch, effort, progress).best.plan
 
 
 def ablated(name: str, plan: Plan, setting: Setting, batch: int) -> Plan:
@@ -62,7 +72,7 @@ def _equal_micro_batches(plan: Plan, setting: Setting, batch: int) -> Plan:
 
 def _no_ministages(plan: Plan, setting: Setting, batch: int) -> Plan:
     """The best plan with one stage a group."""
-    for judged in search(setting, batch, EFFORT).ranked:
+    for judged in search(setting, batch, effort_of(1)).ranked:
         if judged.plan.schedule != "ministage":
             return judged.plan
     return one_stage_a_group(plan, "1f1b")

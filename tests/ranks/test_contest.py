@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import vs_deepspeed
-from benchmarks.vs_deepspeed_plans import planned
+from benchmarks.vs_deepspeed_plans import effort_of, planned
 from benchmarks.vs_deepspeed_runs import measured, plan_runner, summary, try_stock
 from benchmarks.vs_deepspeed_stock import configurations, least_s
 from zorse_ds.core.cluster import Cluster
@@ -36,7 +36,7 @@ def test_no_step_of_stock_beats_its_formula_and_ours_is_measured_beside() -> Non
     assert 1 <= len(tried.seconds) <= 2
     for stock, seconds in tried.seconds.items():
         assert least_s(stock, SETTING) <= seconds * (1 + 1e-9), stock.name
-    plan = planned(SETTING, BATCH, quiet)
+    plan = planned(SETTING, BATCH, effort_of(1), quiet)
     runs, failed = measured({"ours": plan_runner(plan, SETTING)}, Pace(0), 2, quiet)
     assert not failed
     first, again = summary(runs["ours"], BATCH * 512)["seconds"]
