@@ -8,12 +8,21 @@ import pytest
 
 from benchmarks import vs_deepspeed
 from benchmarks.vs_deepspeed_plans import effort_of, planned
-from benchmarks.vs_deepspeed_runs import measured, plan_runner, summary, try_stock
-from benchmarks.vs_deepspeed_stock import configurations, least_s
+from benchmarks.vs_deepspeed_runs import (
+    Tried,
+    measured,
+    plan_runner,
+    stock_runner,
+    summary,
+    try_stock,
+)
+from benchmarks.vs_deepspeed_stock import Stock, configurations, least_s
 from zorse_ds.core.cluster import Cluster
 from zorse_ds.core.model import ModelShape
+from zorse_ds.cost.compute import compute_times
 from zorse_ds.cost.layer_times import timer_of
 from zorse_ds.cost.setting import Setting
+from zorse_ds.ranges import Range
 from zorse_ds.rehearsal.clock import Pace
 from zorse_ds.rehearsal.pool import VirtualMemoryError
 
@@ -41,6 +50,19 @@ def test_no_step_of_stock_beats_its_formula_and_ours_is_measured_beside() -> Non
     assert not failed
     first, again = summary(runs["ours"], BATCH * 512)["seconds"]
     assert first == again
+
+
+def test_stock_recomputes_for_more_time() -> None:
+    tried = Tried(SETTING, (), "held")
+    seconds = []
+    for recompute in (False, True):
+        figures = stock_runner(Stock(0, 2, 1, 2, 2, recompute), tried)(Pace(0), quiet)
+        seconds.append(max(own.virtual_s for own in figures))
+    blocks, layers = Range(1, 5), Range(0, 6)
+    sums = compute_times(SETTING).sums("A10G", "float16", 1)
+    again = 2 * sums.forward_s(blocks)
+    assert seconds[1] - seconds[0] == pytest.approx(again, rel=0.02)
+    assert seconds[0] > 2 * (sums.forward_s(layers) + sums.backward_s(layers))
 
 
 def test_who_runs_out_of_memory_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
