@@ -86,7 +86,7 @@ def _groups(groups: list[dict[str, Any]]) -> Table:
             layers,
             samples,
             str(group["micro_batch_size"]),
-            str(group["zero_level"]),
+            str(group["zero_level"]) + (", often" if group["reduce_after"] != "step" else ""),
             f"{sum(group['recompute_layers'])} of {number}",
             group["offload"],
             group["dtype"] or "",

@@ -74,6 +74,7 @@ def _with_set(stages: list[dict[str, Any]], table: TableData) -> TableData:
     """The table of stages with a column for each further setting that some group has."""
     title, heads, cells = table
     settings = (
+        ("reduce after", "reduce_after", ("step",)),
         ("recompute every", "recompute_every", (0, 1)),
         ("offload", "offload", ("none",)),
         ("dtype", "dtype", (CONFIGS_DTYPE,)),

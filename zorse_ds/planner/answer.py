@@ -64,6 +64,7 @@ def _group(plan: Plan, group: GpuGroup, setting: Setting) -> dict[str, Any]:
         "samples": {name: [min(own), max(own)] for name, own in samples.items()},
         "micro_batch_size": max(max(gpu.micro_batches, default=0) for gpu in group.gpus),
         "zero_level": group.zero_level,
+        "reduce_after": group.reduce_after,
         "recompute_layers": [
             plan.recomputed(i).layers.size
             for i, stage in enumerate(plan.stages)

@@ -63,6 +63,7 @@ def _stage(trace: Trace, stage: int) -> dict[str, Any]:
         "ranks": list(group.ranks),
         "num_micro_batches": len(trace.layout.micro_batches[stage]),
         "zero_level": group.zero_level,
+        "reduce_after": group.reduce_after,
         "recompute": trace.plan.recompute_of(stage),
         "recompute_every": recomputed.every if recomputed else 0,
         "recompute_layers": recomputed.layers.size,
