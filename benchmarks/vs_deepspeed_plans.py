@@ -71,7 +71,9 @@ def _equal_micro_batches(plan: Plan, setting: Setting, batch: int) -> Plan:
 
 
 def _no_ministages(plan: Plan, setting: Setting, batch: int) -> Plan:
-    """The best plan with one stage a group."""
+    """The best plan with one stage a group, where this one has more."""
+    if plan.schedule != "ministage":
+        return plan
     for judged in search(setting, batch, effort_of(1)).ranked:
         if judged.plan.schedule != "ministage":
             return judged.plan
